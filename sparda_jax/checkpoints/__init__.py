@@ -1,0 +1,1 @@
+"""Readers for published model weights, one module a format (``checkpoints.gguf``, ...)."""
