@@ -5,8 +5,7 @@ heads, ``G`` = N/K, ``H`` head dim, ``D`` model dim, ``F`` MLP dim, ``V`` vocabu
 ``P`` tokens per KV block, ``M`` blocks per sequence, ``C`` compressed keys, ``R`` selected blocks,
 ``Z`` device slots, ``W`` diffusion block width, ``U`` denoising steps.
 
-Annotations are documentation: nothing is checked at run time. A one-dimensional shape has a
-leading space (``Int[Array, " B"]``), so that linters do not take the letter for a name.
+Annotations are documentation: nothing is checked at run time.
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+# `make decode` and `make test` set everything up by themselves. See `make help`.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help decode test lint clean
+
+help:
+	@echo "make decode   answer a question about a long text with the default model"
+	@echo "              (options of scripts/decode.py: make decode ARGS='--mode dense')"
+	@echo "make test     linter, type checker and all tests (options of pytest: ARGS='-k rope')"
+	@echo "make lint     linter and type checker only"
+	@echo "make clean    remove the virtual environment and tool caches"
+	@echo "Each sets up $(VENV) first, with the newest suitable Python, where that is needed."
+
+decode:
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf
+	@$(BIN)/python scripts/decode.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint:
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf,test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) $(VENV).lock .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
