@@ -1,0 +1,191 @@
+"""Block selection of InfLLM-V2 and of SparDA's Forecast: the public functions.
+
+Both selectors score compressed keys, take the maximum per block, force the first and the
+last blocks in, and keep the best ``budget`` blocks (SparDA, sec. 3; spec/sparda.md 3.2-4).
+"""
+
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels import dispatch, layout
+from pallas_kernels.block_selection import reference
+from pallas_kernels.block_selection.reference import Selection
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.geometry import BlockGeometry
+
+__all__ = ["Selection", "select_blocks_forecast", "select_blocks_multi_head"]
+
+
+def select_blocks_multi_head(
+    q: Float[Array, "B T N H"],
+    compressed: Float[Array, "B K C H"],
+    query_block: Int32[Array, "B T"],
+    visible: Int32[Array, "B T"],
+    *,
+    num_blocks: int,
+    geometry: BlockGeometry,
+    init_blocks: int,
+    local_blocks: int,
+    budget: int,
+    width: int | None = None,
+    dense: Bool[Array, " B"] | None = None,
+    mask_future: bool = True,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> Selection:
+    """Blocks by the attention mass that all query heads of a group put on compressed keys.
+
+    ``P[k, t, j] = sum over the G heads n of group k of softmax_j(scale * q[t, n] . c[k, j])``
+    over the visible keys ``j < visible[b, t]``; 0 where j is invisible, and everywhere when no
+    key is visible.  Block m scores ``max of P`` over the keys of ``geometry.pool_range(m, C)``,
+    -inf when that range is empty.  Forced, with score +inf: ``m < init_blocks`` and
+    ``query_block - local_blocks <= m <= query_block``.  The best ``budget`` blocks are kept, ties
+    to the lowest id.  A block ``m <= query_block`` of score -inf is still eligible, after all
+    others.  All of it in float32.
+
+    Args:
+        q: queries after RoPE.
+        compressed: compressed keys; C is a capacity, ``visible`` says how many are there.
+        query_block: block of each query token.
+        visible: number of compressed keys that each query token sees.
+        num_blocks: M, blocks among which to choose (a capacity).
+        geometry: block, window and stride.
+        init_blocks: blocks forced at the start.
+        local_blocks: blocks forced before the query's own block, which is forced too.
+        budget: R, blocks to keep, forced ones included.
+        width: length of ``ids``, at least ``budget`` (the default).
+        dense: rows b that select every block ``m <= query_block``; ``width`` must hold them.
+        mask_future: a block after the query's own is never a candidate.  False lets it
+            compete and then drops it, as the original does: for parity tests only.
+        scale: factor on the dot products; 1/sqrt(H) by default.
+        implementation: "auto", "mosaic" or "xla".
+
+    Returns:
+        The selection, ids ascending.
+
+    Raises:
+        ValueError: shapes that do not fit; a budget below 1 or above ``width``; ``dense``
+            given with ``width < num_blocks``; negative init or local blocks.
+        NotImplementedError: "mosaic" cannot be served.
+    """
+    sizes = layout.match(
+        ("q", q, "B T N H"),
+        ("compressed", compressed, "B K C H"),
+        ("query_block", query_block, "B T"),
+        ("visible", visible, "B T"),
+        ("dense", dense, "B"),
+    )
+    layout.group_size(sizes["N"], sizes["K"])
+    rules = _checked_rules(num_blocks, init_blocks, local_blocks, budget, width, dense)
+    return dispatch.run(
+        "block_selection",
+        implementation,
+        reference.select_blocks_multi_head,
+        q,
+        compressed,
+        query_block,
+        visible,
+        geometry=geometry,
+        mask_future=mask_future,
+        scale=sizes["H"] ** -0.5 if scale is None else scale,
+        **rules,
+    )
+
+
+def select_blocks_forecast(
+    forecast: Float[Array, "B T K H"],
+    compressed: Float[Array, "B K C H"],
+    query_block: Int32[Array, "B T"],
+    visible: Int32[Array, "B T"],
+    *,
+    num_blocks: int,
+    geometry: BlockGeometry,
+    init_blocks: int,
+    local_blocks: int,
+    budget: int,
+    width: int | None = None,
+    dense: Bool[Array, " B"] | None = None,
+    mask_future: bool = True,
+    implementation: Implementation = "auto",
+) -> Selection:
+    """Blocks by the raw dot product of one Forecast head per KV head with compressed keys.
+
+    ``score[k, t, j] = forecast[t, k] . c[k, j]`` (no scale, no softmax: neither changes the
+    order), -inf where ``j >= visible[b, t]``.  Pooling, forcing and choice as in
+    ``select_blocks_multi_head``.
+
+    Args:
+        forecast: Forecast queries after RoPE.
+        compressed: see ``select_blocks_multi_head``, also for all that follow.
+        query_block: see there.
+        visible: see there.
+        num_blocks: see there.
+        geometry: see there.
+        init_blocks: see there.
+        local_blocks: see there.
+        budget: see there.
+        width: see there.
+        dense: see there.
+        mask_future: see there.
+        implementation: "auto", "mosaic" or "xla".
+
+    Returns:
+        The selection, ids ascending.
+
+    Raises:
+        ValueError: as in ``select_blocks_multi_head``.
+        NotImplementedError: "mosaic" cannot be served.
+    """
+    layout.match(
+        ("forecast", forecast, "B T K H"),
+        ("compressed", compressed, "B K C H"),
+        ("query_block", query_block, "B T"),
+        ("visible", visible, "B T"),
+        ("dense", dense, "B"),
+    )
+    rules = _checked_rules(num_blocks, init_blocks, local_blocks, budget, width, dense)
+    return dispatch.run(
+        "block_selection",
+        implementation,
+        reference.select_blocks_forecast,
+        forecast,
+        compressed,
+        query_block,
+        visible,
+        geometry=geometry,
+        mask_future=mask_future,
+        **rules,
+    )
+
+
+def _checked_rules(
+    num_blocks: int,
+    init_blocks: int,
+    local_blocks: int,
+    budget: int,
+    width: int | None,
+    dense: Array | None,
+) -> dict[str, Any]:
+    """The arguments with defaults filled in, or a ValueError that names value and limit."""
+    width = budget if width is None else width
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+    if budget < 1:
+        raise ValueError(f"budget must be at least 1 block, got {budget}")
+    if init_blocks < 0 or local_blocks < 0:
+        raise ValueError(
+            f"init_blocks and local_blocks must not be negative, got {init_blocks}, {local_blocks}"
+        )
+    if width < budget:
+        raise ValueError(f"width {width} is smaller than the budget of {budget} blocks")
+    if dense is not None and width < num_blocks:
+        raise ValueError(f"dense rows need width >= num_blocks {num_blocks}, got {width}")
+    return {
+        "num_blocks": num_blocks,
+        "init_blocks": init_blocks,
+        "local_blocks": local_blocks,
+        "budget": budget,
+        "width": width,
+        "dense": dense,
+    }
