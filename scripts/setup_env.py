@@ -128,8 +128,10 @@ def run_pip(python: str, arguments: list[str], log: str) -> None:
             break
         say(f"network error ({network.group(0)}), attempt {attempt + 1} of {ATTEMPTS}")
         time.sleep(5 * attempt)
-    errors = [line for line in result.stdout.splitlines() if line.startswith("ERROR")]
-    lines = errors[-3:] or result.stdout.splitlines()[-5:]
+    # Errors of an inner pip (the one that fetches the build back end) come indented.
+    output = [line.strip() for line in result.stdout.splitlines()]
+    errors = [line for line in output if line.startswith("ERROR:")]
+    lines = errors[-3:] or output[-5:]
     error = SetupError(
         f"pip failed with exit status {result.returncode} (whole output: {log})\n  "
         + "\n  ".join(lines)
