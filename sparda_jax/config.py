@@ -93,7 +93,7 @@ class ModelConfig:
     """Shape and arithmetic of a decoder; everything a forward pass depends on but the weights.
 
     Attributes:
-        family: model family, for messages and file names only; the flags below decide the arithmetic.
+        family: for messages and file names only; the flags below decide the arithmetic.
         vocab_size: V.
         hidden_size: D.
         intermediate_size: F.
@@ -104,14 +104,14 @@ class ModelConfig:
         rope: rotary embedding.
         max_position_embeddings: tokens the checkpoint declares; also the default table length.
         rms_norm_eps: added to the variance in every RMSNorm.
-        tie_word_embeddings: True: the head is the embedding; None: not stated, the loader decides by
-            the presence of `lm_head.weight`.
+        tie_word_embeddings: True: the head is the embedding; None: not stated, the loader
+            decides by the presence of `lm_head.weight`.
         qkv_bias: q, k and v projections have a bias.
         output_bias: the attention output projection has a bias.
         mlp_bias: the MLP projections have a bias.
         qk_norm: RMSNorm over H of every q and k head before RoPE (Qwen3).
         embedding_scale: multiplies the embeddings (MiniCPM scale_emb).
-        residual_scale: multiplies each branch before the residual add (MiniCPM scale_depth/sqrt(L)).
+        residual_scale: multiplies each branch before it is added (MiniCPM scale_depth/sqrt(L)).
         logit_divisor: the normed hidden state is divided by it (MiniCPM D/dim_model_base).
         bos_token_id: None where the checkpoint names none.
         eos_token_ids: every id that ends a generation.
@@ -175,7 +175,7 @@ class ModelConfig:
             config: the parsed file. Model types llama, qwen2, qwen3 and minicpm.
 
         Raises:
-            NotImplementedError: a model type, rope type or field that this decoder does not compute.
+            NotImplementedError: a model type, rope type or field this decoder does not compute.
             ValueError: a missing or impossible value.
         """
         from sparda_jax.huggingface import parse_model_config
@@ -224,8 +224,8 @@ class SparseConfig:
     Attributes:
         geometry: block size P, window and stride of the compressed keys, tokens.
         init_blocks: leading blocks that are always selected.
-        local_blocks: blocks before the query's own that are always selected; the own block is forced
-            besides, so `local_blocks + 1` recent blocks are.
+        local_blocks: blocks before the query's own that are always selected; the own block is
+            forced besides, so `local_blocks + 1` recent blocks are.
         budget_blocks: R, blocks selected per query and KV head; R*P tokens.
         dense_len: a sequence with fewer tokens than this is attended densely; 0 never.
     """
@@ -269,7 +269,7 @@ class SamplingParams:
         max_new_tokens: tokens to generate at most.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 keeps all.
+        top_p: keep the fewest likeliest tokens whose probability reaches this; 1 keeps all.
         seed: of this request's own random stream.
         stop_token_ids: generation ends when one is drawn.
     """
@@ -304,10 +304,10 @@ class EngineConfig:
         offload: "host" keeps the KV pool in host memory, "none" on the device.
         fetch: "program" copies missed blocks inside the compiled step, "eager" between steps.
         prefill_chunk: prompt tokens per prefill call.
-        steps_per_call: tokens per compiled decode call; at most the block size in sparse mode, which
-            the engine checks, since the block size is the selection's.
-        max_length: prompt plus generated tokens; None: what the model declares. It also fixes the
-            RoPE table.
+        steps_per_call: tokens per compiled decode call; at most the block size in sparse mode,
+            which the engine checks, since the block size is the selection's.
+        max_length: prompt plus generated tokens; None: what the model declares. It also fixes
+            the RoPE table.
         device_kv_bytes: limit for KV on the device; None: no limit.
         host_kv_bytes: limit for KV in host memory; None: no limit.
     """

@@ -1,0 +1,197 @@
+"""One decoder for Llama, Qwen2, Qwen3 and MiniCPM4.1: parameters and the formulas, no cache."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparda_jax.config import ModelConfig, SparseConfig
+from sparda_jax.models.layers import MLP, Linear, RMSNorm
+from sparda_jax.models.rope import apply_rope, rope_at
+from sparda_jax.typing import Array, Float, Int
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP; whoever calls it computes the attention in between.
+
+        q, k, v = layer.qkv(x, cos, sin)
+        x = layer.finish(x, attention(q, k, v))
+
+    Attributes:
+        config: the model's.
+        attention_norm: before q, k, v.
+        q: D -> N*H.
+        k: D -> K*H.
+        v: D -> K*H.
+        o: N*H -> D.
+        q_norm: over H, or None.
+        k_norm: over H, or None.
+        mlp_norm: before the MLP.
+        mlp: SwiGLU.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        wide, narrow = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        make = {"dtype": dtype, "rngs": rngs}
+        self.config = config
+        self.attention_norm = RMSNorm(size, eps, dtype=dtype)
+        self.q = Linear(size, wide, bias=config.qkv_bias, **make)
+        self.k = Linear(size, narrow, bias=config.qkv_bias, **make)
+        self.v = Linear(size, narrow, bias=config.qkv_bias, **make)
+        self.o = Linear(wide, size, bias=config.output_bias, **make)
+        self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if config.qk_norm else None
+        self.mlp_norm = RMSNorm(size, eps, dtype=dtype)
+        self.mlp = MLP(size, config.intermediate_size, bias=config.mlp_bias, **make)
+
+    def qkv(
+        self, x: Float[Array, "B T D"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Norm, projections, per-head norm (Qwen3) and RoPE."""
+        normed = self.attention_norm(x)
+        q, k, v = (self._heads(project(normed)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def finish(
+        self, x: Float[Array, "B T D"], attention: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T D"]:
+        """Output projection and MLP, each added to the residual with the family's scale."""
+        x = self._add(x, self.o(attention.reshape(*attention.shape[:2], -1)))
+        return self._add(x, self.mlp(self.mlp_norm(x)))
+
+    def _heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:2], -1, self.config.head_dim)
+
+    def _add(self, x: Array, branch: Array) -> Array:
+        scale = self.config.residual_scale
+        return x + (branch if scale == 1.0 else branch * scale)
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model. Computes in the dtype of its weights.
+
+    `nnx.eval_shape(lambda: Decoder.random(config))` shapes a model without memory.
+
+    Attributes:
+        config: shape and arithmetic; static.
+        embedding: `[V, D]`; also the head where that is tied.
+        layers: L of them.
+        final_norm: before the head.
+        head: D -> V, or None where tied.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        if config.tie_word_embeddings is None:
+            raise ValueError("tie_word_embeddings is not stated: the loader or the caller decides")
+        size, vocab = config.hidden_size, config.vocab_size
+        self.config = config
+        # Scaled so that x0 has unit variance whatever the family multiplies it by.
+        scale = jnp.asarray(1 / config.embedding_scale, dtype)
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (vocab, size), dtype) * scale)
+        self.layers = nnx.List(
+            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.final_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype)
+        self.head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(size, vocab, bias=False, dtype=dtype, rngs=rngs)
+        )
+
+    @classmethod
+    def random(cls, config: ModelConfig, *, seed: int = 0, dtype: object = jnp.float32) -> Decoder:
+        """A model with random weights of unit gain, for tests and benchmarks."""
+        return cls(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of weights, activations and cache."""
+        return self.embedding.dtype
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Embeddings times the family's scale."""
+        x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x * scale
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Final norm, the family's divisor and the head; float32."""
+        x = self.final_norm(x)
+        if self.config.logit_divisor != 1.0:
+            x = x / self.config.logit_divisor
+        if self.head is not None:
+            return jnp.matmul(x, self.head.kernel[...], preferred_element_type=jnp.float32)
+        # V-major first: the other order is the slow matrix-vector product of `Linear`'s note.
+        out = jnp.einsum("vd,btd->vbt", self.embedding[...], x, preferred_element_type=jnp.float32)
+        return out.transpose(1, 2, 0)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+        sparse: SparseConfig | None = None,
+        max_length: int | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Whole-sequence forward without a cache, for use inside the caller's own jit.
+
+        Args:
+            tokens: token ids, padded at the end where sequences differ in length.
+            lengths: valid tokens per row; None: all. Logits past them mean nothing.
+            sparse: select blocks as InfLLM-V2 does; None: dense causal attention.
+            max_length: the requested maximum length, which fixes LongRoPE's factors; None: what
+                the model declares. Static.
+
+        Raises:
+            ValueError: more tokens than `max_length`.
+        """
+        batch, count = tokens.shape
+        limit = self.config.max_position_embeddings if max_length is None else max_length
+        if count > limit:
+            raise ValueError(f"{count} tokens exceed the maximum length of {limit}")
+        positions = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, count))
+        cos, sin = rope_at(self.config.rope, positions, limit)
+        x = self.embed(tokens)
+        for layer in self.layers:
+            q, k, v = layer.qkv(x, cos, sin)
+            if sparse is None:
+                attention = dense_attention(q, k, v, lengths)
+            else:
+                from sparda_jax.sparse.infllm_v2 import sparse_attention
+
+                attention = sparse_attention(q, k, v, positions, lengths, sparse)
+            x = layer.finish(x, attention)
+        return self.logits(x)
+
+
+def dense_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    lengths: Int[Array, " B"] | None,
+) -> Float[Array, "B T N H"]:
+    """Causal softmax(q k / sqrt(H)) v over the first `lengths` keys of each row."""
+    head_dim = q.shape[-1]
+    # cuDNN needs 16-bit values and a head it has kernels for; elsewhere XLA's own lowering.
+    fused = (
+        jax.default_backend() == "gpu"
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 128
+    )
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        scale=1 / math.sqrt(head_dim),
+        query_seq_lengths=None if lengths is None else jnp.full_like(lengths, q.shape[1]),
+        key_value_seq_lengths=lengths,
+        implementation="cudnn" if fused else "xla",
+    )

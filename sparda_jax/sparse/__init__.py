@@ -1,0 +1,1 @@
+"""Block selection policies: what `SparseConfig` means in terms of the kernels' arguments."""

@@ -1,0 +1,114 @@
+"""InfLLM-V2 selection: the multi-head selector on compressed keys (spec/sparda.md, sec. 3).
+
+Thin: positions and lengths become the operands of `pallas_kernels.block_selection`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.block_selection import Selection, select_blocks_multi_head
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.compressed_keys import compress_keys
+from sparda_jax.config import SparseConfig
+from sparda_jax.typing import Array, Float, Int
+
+
+def selection_width(sparse: SparseConfig, num_blocks: int) -> int:
+    """R of the selections this policy makes: the budget, or more where rows may be dense.
+
+    A row is dense below `dense_len` tokens, so it has at most the blocks of `dense_len - 1`.
+    """
+    if sparse.dense_len == 0:
+        return sparse.budget_blocks
+    dense_blocks = int(sparse.geometry.num_blocks(sparse.dense_len - 1))
+    return max(sparse.budget_blocks, min(dense_blocks, num_blocks))
+
+
+def select_prefill(
+    q: Float[Array, "B T N H"],
+    compressed: Float[Array, "B K C H"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    sparse: SparseConfig,
+    num_blocks: int,
+) -> Selection:
+    """Blocks of every query token of a prompt or of a chunk of it.
+
+    A query sees the compressed keys whose whole window ends at or before it.
+
+    Args:
+        q: queries after RoPE.
+        compressed: compressed keys; those past the query's own position are not looked at.
+        positions: absolute positions of the queries.
+        lengths: tokens of the whole prompt, later chunks included; decides on `dense_len`.
+        sparse: the policy.
+        num_blocks: M, blocks that the cache can hold.
+
+    Returns:
+        ids `[B, K, T, R]` with R = `selection_width`, and counts.
+    """
+    geometry = sparse.geometry
+    return select_blocks_multi_head(
+        q,
+        compressed,
+        positions // geometry.block_size,
+        geometry.complete_windows(positions),
+        num_blocks=num_blocks,
+        geometry=geometry,
+        init_blocks=sparse.init_blocks,
+        local_blocks=sparse.local_blocks,
+        budget=sparse.budget_blocks,
+        width=selection_width(sparse, num_blocks),
+        dense=None if sparse.dense_len == 0 else lengths < sparse.dense_len,
+    )
+
+
+def select_decode(
+    q: Float[Array, "B 1 N H"],
+    compressed: Float[Array, "B K C H"],
+    lengths: Int[Array, " B"],
+    sparse: SparseConfig,
+    num_blocks: int,
+) -> Selection:
+    """Blocks of the newest token of each sequence.
+
+    A compressed key counts from the very step whose token completes its window.
+
+    Args:
+        q: the newest token's queries after RoPE.
+        compressed: compressed keys, those completed by this token included.
+        lengths: tokens of the sequence, the newest included.
+        sparse: the policy.
+        num_blocks: M, blocks that the cache can hold.
+    """
+    return select_prefill(q, compressed, lengths[:, None] - 1, lengths, sparse, num_blocks)
+
+
+def to_blocks(
+    k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], block_size: int
+) -> Float[Array, "B K M 2 P H"]:
+    """Token-major keys and values as KV blocks, the last one filled up with zeros."""
+    batch, count, heads, dim = k.shape
+    kv = jnp.stack([k, v], axis=3)
+    kv = jnp.pad(kv, ((0, 0), (0, -count % block_size), (0, 0), (0, 0), (0, 0)))
+    kv = kv.reshape(batch, -1, block_size, heads, 2, dim)
+    return kv.transpose(0, 3, 1, 4, 2, 5)
+
+
+def sparse_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None,
+    sparse: SparseConfig,
+) -> Float[Array, "B T N H"]:
+    """Attention of a whole sequence over the blocks selected from its own keys."""
+    batch, count = positions.shape
+    if lengths is None:
+        lengths = jnp.full((batch,), count, jnp.int32)
+    kv = to_blocks(k, v, sparse.geometry.block_size)
+    compressed = compress_keys(k.transpose(0, 2, 1, 3), sparse.geometry)
+    selection = select_prefill(q, compressed, positions, lengths, sparse, num_blocks=kv.shape[2])
+    return block_sparse_attention(q, kv, selection.ids, positions)
