@@ -315,5 +315,5 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
         return environment.from_string(template).render(**variables)
     except jinja2.TemplateError as error:
         raise ValueError(f"chat template: {error}") from error
-    except (TypeError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"chat template: {type(error).__name__}: {error}") from error

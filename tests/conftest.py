@@ -1,10 +1,16 @@
-"""Shared pytest set-up: test data paths, and skipping of GPU tests where there is no GPU."""
+"""Shared pytest set-up: test data, the default model, GPU tests skipped where there is no GPU."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from sparda_jax.checkpoints.gguf import GGUFCheckpoint
+    from sparda_jax.tokenization import Tokenizer
 
 TESTS = Path(__file__).parent
 
@@ -27,3 +33,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def data_dir() -> Path:
     """Folder of the reference data, ``tests/data``."""
     return TESTS / "data"
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The default model's GGUF; downloaded (93 MB) unless it is in the cache."""
+    from sparda_jax.assets import fetch_default_model
+
+    return fetch_default_model(os.environ.get("SPARDA_JAX_CACHE"))
+
+
+@pytest.fixture(scope="session")
+def default_checkpoint(default_model_path: Path) -> GGUFCheckpoint:
+    from sparda_jax.checkpoints.gguf import read_gguf
+
+    return read_gguf(default_model_path)
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer(default_checkpoint: GGUFCheckpoint) -> Tokenizer:
+    from sparda_jax.tokenization import Tokenizer
+
+    return Tokenizer.from_gguf(default_checkpoint.tokenizer)
