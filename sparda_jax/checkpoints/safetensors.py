@@ -1,0 +1,132 @@
+"""Hugging Face checkpoint folders: `config.json` and one or several safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from sparda_jax.checkpoints.assemble import (
+    TensorHeader,
+    assemble,
+    check_headers,
+    with_head_decided,
+)
+from sparda_jax.config import ModelConfig
+from sparda_jax.models.decoder import Decoder
+
+_INDEX = "model.safetensors.index.json"
+_DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def load_safetensors(
+    directory: str | Path, *, dtype: object = jnp.float32, check_finite: bool = True
+) -> Decoder:
+    """Reads a checkpoint folder.
+
+    Files are memory-mapped and read tensor by tensor. Names, shapes and dtypes are checked before
+    the first tensor is read.
+
+    Args:
+        directory: holds `config.json` and `model.safetensors`, or shards and their index.
+        dtype: of the parameters; sources may be bfloat16, float16 or float32.
+        check_finite: refuse NaN and infinity in the weights.
+
+    Raises:
+        FileNotFoundError: no config, no weights, a shard that the index names is not there.
+        ValueError: a broken file, or all tensors that do not fit, in one message.
+        NotImplementedError: a model that `ModelConfig.from_huggingface` refuses.
+    """
+    directory = Path(directory)
+    config = ModelConfig.from_huggingface(read_json(directory / "config.json"))
+    files = _weight_files(directory)
+    headers: dict[str, TensorHeader] = {}
+    for file in files:
+        headers.update(_headers(file))
+    config = with_head_decided(config, headers)
+    # A tied head stored a second time is judged by its values, in `assemble`.
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    check_headers(config, {name: h for name, h in headers.items() if name not in tied})
+    tensors = (pair for file in files for pair in _tensors(file))
+    return assemble(config, tensors, dtype=dtype, check_finite=check_finite)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parses a JSON object.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not JSON, or not an object.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path.name} in {path.parent}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).is_file():
+        return _indexed_files(directory)
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise ValueError(f"{len(found)} safetensors files in {directory} but no {_INDEX}")
+    raise FileNotFoundError(f"no safetensors file in {directory}")
+
+
+def _indexed_files(directory: Path) -> list[Path]:
+    path = directory / _INDEX
+    shards = read_json(path).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"{path} has no weight_map")
+    files = [directory / str(name) for name in sorted(set(shards.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{path} names missing shards: {', '.join(missing)}")
+    present = {name: file.name for file in files for name in _headers(file)}
+    wrong = [name for name, shard in shards.items() if present.get(name) != shard]
+    if wrong:
+        raise ValueError(f"{path}: not in the shard it names: {', '.join(wrong)}")
+    return files
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise ValueError(f"{path} ({size} bytes) is truncated or damaged: {error}") from None
+
+
+def _headers(path: Path) -> dict[str, TensorHeader]:
+    with _open(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: TensorHeader(
+                tuple(part.get_shape()), _DTYPE_NAMES.get(part.get_dtype(), part.get_dtype())
+            )
+            for name, part in slices.items()
+        }
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    with _open(path) as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
