@@ -19,6 +19,9 @@ import numpy as np
 from sparda_jax.config import RopeConfig
 from sparda_jax.typing import Array, Float, Int
 
+# Cosine and sine of every position, float32 [length, H] each.
+RopeTable = tuple[Array, Array]
+
 
 def inverse_frequencies(config: RopeConfig, length: int) -> np.ndarray:
     """Angle per token of each channel pair, float64 [H/2].
@@ -58,15 +61,13 @@ def rope_at(
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def rope_table(
-    config: RopeConfig, length: int
-) -> tuple[Float[Array, "length H"], Float[Array, "length H"]]:
+def rope_table(config: RopeConfig, length: int) -> RopeTable:
     """Cosine and sine of positions 0 .. length-1, built once for a model and maximum length."""
     return rope_at(config, jnp.arange(length, dtype=jnp.int32), length)
 
 
 def rope_rows(
-    table: tuple[Float[Array, "length H"], Float[Array, "length H"]],
+    table: RopeTable,
     positions: Int[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows H"], Float[Array, "*rows H"]]:
     """Rows of a table; positions must lie inside it (they are clipped, which XLA does anyway)."""
