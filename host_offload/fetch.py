@@ -1,0 +1,98 @@
+"""How missed blocks get from the host pool into device slots.
+
+Every fetcher does the same thing, ``slots[target[i]] = pool[source[i]]`` for ``i < count``, over
+runs of one (block, KV head) each. They differ in who drives the copy:
+
+- `ProgramFetcher` is traced into the compiled decode program (no host round trip).
+- `EagerFetcher` is driven by the host between two programs: the miss list comes to the host, rows
+  are gathered into staging memory and sent by asynchronous `device_put`, double-buffered. It asks
+  nothing of the compiler, and so is the path to compare the others with.
+"""
+
+from typing import Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from host_offload import memory
+from host_offload.double_buffer import DoubleBuffer
+from host_offload.host_pool import HostPool
+from pallas_kernels import block_fetch
+
+
+def _as_runs(blocks: Array) -> Array:
+    """[B, K, M, 2, P, H] -> [B*K*M, 2, P, H]."""
+    return blocks.reshape(-1, *blocks.shape[3:])
+
+
+class Fetcher(Protocol):
+    """Brings missed blocks of one layer into its slots."""
+
+    def fetch(
+        self,
+        layer: int,
+        slots: Float[Array, "B K Z 2 P H"],
+        source: Int[Array, "A"],
+        target: Int[Array, "A"],
+        count: Int[Array, ""],
+    ) -> Float[Array, "B K Z 2 P H"]:
+        """Returns the slots with runs ``target[i]`` replaced by pool runs ``source[i]``, i < count."""
+        ...
+
+
+class ProgramFetcher:
+    """Fetches inside a compiled program; the pool arrays are arguments of that program."""
+
+    def __init__(self, pool_layers: tuple[Float[Array, "B K M 2 P H"], ...]):
+        self._pool = pool_layers
+
+    def fetch(self, layer, slots, source, target, count):
+        """See `Fetcher.fetch`."""
+        runs = block_fetch.fetch_blocks(
+            _as_runs(self._pool[layer]), _as_runs(slots), source, target, count
+        )
+        return runs.reshape(slots.shape)
+
+
+def _insert(slots: Array, rows: Array, target: Array) -> Array:
+    """Puts ``rows[i]`` into slot run ``target[i]``; a target past the end is dropped."""
+    return _as_runs(slots).at[target].set(rows, mode="drop").reshape(slots.shape)
+
+
+class EagerFetcher:
+    """Fetches from the host side with double-buffered asynchronous `device_put`."""
+
+    # Runs per transfer. One fixed size keeps the insert program compiled once; 32 runs of 32 KiB
+    # are a megabyte, where a single copy reaches most of the PCIe rate.
+    RUNS_PER_TRANSFER = 32
+
+    def __init__(self, pool: HostPool, device: jax.Device):
+        self._pool = pool
+        self._sharding = memory.device_sharding(device)
+        self._insert = jax.jit(_insert, donate_argnums=0)
+        self._staging: DoubleBuffer | None = None
+
+    def fetch(self, layer, slots, source, target, count):
+        """See `Fetcher.fetch`."""
+        source, target, count = jax.device_get((source, target, count))
+        if count == 0:
+            return slots
+        runs = self._pool.view(layer)
+        runs = runs.reshape(-1, *runs.shape[3:])
+        if self._staging is None:
+            self._staging = DoubleBuffer(
+                (self.RUNS_PER_TRANSFER, *runs.shape[1:]), runs.dtype, self._sharding
+            )
+        step = self._staging.rows
+        out_of_range = np.iinfo(np.int32).max
+        for start in range(0, int(count), step):
+            stop = min(start + step, int(count))
+            rows = self._staging.send(runs, source[start:stop])
+            slot_runs = np.full(step, out_of_range, np.int32)
+            slot_runs[: stop - start] = target[start:stop]
+            slots = self._insert(slots, rows, jax.device_put(slot_runs, self._sharding))
+        return slots
+
+
+__all__ = ["EagerFetcher", "Fetcher", "ProgramFetcher"]

@@ -1,0 +1,105 @@
+"""Memory kinds, byte accounting and budget checks.
+
+The two kinds this package uses exist on every supported back end: ``device`` (GPU memory; on the
+CPU back end ordinary memory) and ``pinned_host`` (page-locked host memory that the device reads
+over PCIe; on the CPU back end ordinary memory too, so that offloaded code runs and is tested
+there). This is the one place, scripts aside, that reads the environment.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+DEVICE = "device"
+HOST = "pinned_host"
+
+# XLA's pool of pinned memory on GPUs is limited to this unless the variable below says otherwise
+# (read once, when the back end starts).
+PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+PINNED_LIMIT_DEFAULT_GB = 64
+
+
+def host_sharding(device: jax.Device) -> SingleDeviceSharding:
+    """Sharding of arrays in pinned host memory that ``device`` can read."""
+    return SingleDeviceSharding(device, memory_kind=HOST)
+
+
+def device_sharding(device: jax.Device) -> SingleDeviceSharding:
+    """Sharding of arrays in the memory of ``device``."""
+    return SingleDeviceSharding(device, memory_kind=DEVICE)
+
+
+def tree_bytes(tree: object) -> int:
+    """Total bytes of the arrays (or ``ShapeDtypeStruct``) in a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as text in binary units, for example ``12.5 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def available_host_bytes() -> int | None:
+    """Host memory the kernel says can still be used, in bytes; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def pinned_limit_bytes(device: jax.Device) -> int | None:
+    """Most bytes XLA will pin on the host for ``device``; None where it sets no limit (CPU)."""
+    if device.platform == "cpu":
+        return None
+    return int(float(os.environ.get(PINNED_LIMIT_VARIABLE, PINNED_LIMIT_DEFAULT_GB)) * 2**30)
+
+
+def free_device_bytes(device: jax.Device) -> int | None:
+    """Bytes that can still be allocated on ``device``; None where the back end does not say."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def check_budget(what: str, needed: int, limit: int | None, source: str) -> None:
+    """Raises if ``needed`` bytes exceed ``limit``.
+
+    Args:
+      what: the thing that needs memory, for the message.
+      needed: bytes it needs.
+      limit: bytes there are; None means unlimited.
+      source: where the limit comes from, for the message.
+
+    Raises:
+      ValueError: naming need, limit and its source.
+    """
+    if limit is not None and needed > limit:
+        raise ValueError(
+            f"{what} needs {format_bytes(needed)} but {source} allows {format_bytes(limit)}"
+        )
+
+
+def check_host_budget(what: str, needed: int, budget: int | None, device: jax.Device) -> None:
+    """Checks ``needed`` host bytes against the user's budget, XLA's pinned limit and free memory."""
+    check_budget(what, needed, budget, "the host KV budget (host_kv_bytes)")
+    check_budget(
+        what, needed, pinned_limit_bytes(device), f"XLA's pinned-memory limit ({PINNED_LIMIT_VARIABLE})"
+    )
+    check_budget(what, needed, available_host_bytes(), "free host memory")
+
+
+def check_device_budget(what: str, needed: int, budget: int | None, device: jax.Device) -> None:
+    """Checks ``needed`` device bytes against the user's budget and the device's free memory."""
+    check_budget(what, needed, budget, "the device KV budget (device_kv_bytes)")
+    check_budget(what, needed, free_device_bytes(device), f"free memory of {device}")

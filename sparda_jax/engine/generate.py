@@ -1,0 +1,340 @@
+"""From prompts to tokens: the loop that drives prefill, decode and the host pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from host_offload import memory
+from host_offload.fetch import EagerFetcher
+from host_offload.host_pool import HostPool
+from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
+from sparda_jax.engine import decode, prefill
+from sparda_jax.engine.eager import eager_step
+from sparda_jax.engine.modules import Parameters
+from sparda_jax.engine.plan import BatchPlan, check_memory, pad_prompts, plan_batch
+from sparda_jax.engine.programs import Programs
+from sparda_jax.engine.report import FinishReason, Report, RequestResult
+from sparda_jax.engine.state import (
+    DecodeState,
+    DenseCache,
+    LayerCache,
+    SparseCache,
+    StepOutput,
+    sampling_arrays,
+)
+from sparda_jax.models.decoder import Decoder
+from sparda_jax.models.rope import RopeTable, rope_table
+
+Progress = Callable[[int, int], None]
+OnToken = Callable[[int, int], None]
+Tree = TypeVar("Tree")
+
+
+class Engine:
+    """Runs batches of requests on one device.
+
+    Example:
+      >>> engine = Engine(model, config=EngineConfig(mode="sparse", offload="host"))
+      >>> results, report = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8))
+
+    Attributes:
+      model: parameters.
+      sparse: selection rules of sparse mode.
+      config: how batches are run.
+      device: where.
+      programs: everything compiled so far.
+
+    Raises:
+      NotImplementedError: dense attention over offloaded KV.
+      ValueError: more steps a call than a block has tokens, when offloaded.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        sparse: SparseConfig | None = None,
+        config: EngineConfig | None = None,
+        device: jax.Device | None = None,
+    ):
+        self.model = model
+        self.sparse = sparse or SparseConfig()
+        self.config = config or EngineConfig()
+        self.device = device or jax.devices()[0]
+        if self.config.mode == "dense" and self.config.offload == "host":
+            raise NotImplementedError(
+                "mode 'dense' with offload 'host': every step would read all KV from the host; "
+                "use mode 'sparse'"
+            )
+        size = self.sparse.geometry.block_size
+        if self.config.offload == "host" and self.config.steps_per_call > size:
+            raise ValueError(
+                f"steps_per_call {self.config.steps_per_call} exceeds the block size {size}: "
+                "a filled block is written to the host between calls"
+            )
+        self.parameters = Parameters.of(model)
+        self.layers = tuple(Parameters.of(layer) for layer in model.layers)
+        self.programs = Programs(self.parameters, self.layers)
+        # LongRoPE's factors depend on the requested maximum length, so there is one table.
+        length = self.config.max_length or model.config.max_position_embeddings
+        self.rope: RopeTable = self.put(rope_table(model.config.rope, length))
+
+    def put(self, tree: Tree) -> Tree:
+        """Copies arrays to the device, explicitly."""
+        return jax.device_put(tree, memory.device_sharding(self.device))
+
+    def prepare(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> Generation:
+        """Checks a batch against every limit, before any work, and returns it ready to run.
+
+        Raises:
+          ValueError: naming the value and the limit that it breaks.
+        """
+        requests = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        if len(requests) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(requests)} sampling settings")
+        plan = plan_batch(
+            self.model.config, self.sparse, self.config, prompts, requests, self.model.dtype
+        )
+        check_memory(plan, self.config, self.device)
+        return Generation(self, plan, prompts, requests)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        on_token: OnToken | None = None,
+        on_prefill: Progress | None = None,
+    ) -> tuple[list[RequestResult], Report]:
+        """Runs a batch to its end.
+
+        Args:
+          prompts: token ids of each request; lengths may differ.
+          sampling: settings for all, or one for each.
+          on_token: called with (request, token) as tokens arrive.
+          on_prefill: called with (done, total) units of prefill work.
+
+        Raises:
+          ValueError: naming the value and the limit that it breaks; nothing was run then.
+        """
+        generation = self.prepare(prompts, sampling)
+        generation.prefill(on_prefill)
+        for row, token in generation:
+            if on_token is not None:
+                on_token(row, token)
+        return generation.results(), generation.report
+
+
+class Generation:
+    """One batch on its way: prefill once, then iterate over (request, token).
+
+    Attributes:
+      plan: its sizes.
+      report: counters, current at any time.
+      state: the decode state; None before prefill.
+      pool: the host pool; None when the KV is resident.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: BatchPlan,
+        prompts: Sequence[Sequence[int]],
+        requests: Sequence[SamplingParams],
+    ):
+        config, geometry = engine.model.config, engine.sparse.geometry
+        run = 2 * geometry.block_size * config.head_dim * engine.model.dtype.itemsize
+        self.plan = plan
+        self.report = Report(full_kv_bytes=plan.full_kv_bytes, run_bytes=run)
+        self.state: DecodeState | None = None
+        self.pool: HostPool | None = None
+        self._engine, self._prompts, self._requests = engine, prompts, requests
+        self._tokens: list[list[int]] = [[] for _ in prompts]
+        # What the host knows of the rows; the state's own arrays are gone while a call runs.
+        self._lengths = np.array([len(prompt) for prompt in prompts])
+        self._active = np.ones(len(prompts), bool)
+        self._failed = np.zeros(len(prompts), bool)
+        if engine.config.offload == "host":
+            self.pool = HostPool(config.num_layers, engine.device)
+
+    def prefill(self, progress: Progress | None = None) -> None:
+        """Runs the prompts and draws the first tokens.
+
+        Args:
+          progress: called with (done, total) units of work.
+        """
+        engine, plan, report = self._engine, self.plan, self.report
+        start, compiled = time.perf_counter(), engine.programs.compile_seconds
+        tokens, lengths = engine.put(pad_prompts(self._prompts, plan.padded_length))
+        x = engine.programs.on_model(prefill.embed)(engine.parameters.arrays, tokens)
+        chunk = min(engine.config.prefill_chunk, plan.padded_length)
+        starts = [engine.put(np.int32(at)) for at in range(0, plan.padded_length, chunk)]
+        total, layers = len(engine.layers) * len(starts), []
+        for index in range(len(engine.layers)):
+            advance, cache = self._prefill_layer(index, x, lengths, chunk)
+            for part, at in enumerate(starts):
+                x = advance(x, at)
+                if progress is not None:
+                    x.block_until_ready()
+                    progress(index * len(starts) + part + 1, total)
+            # No layer is dispatched ahead: the KV of several would be allocated at once.
+            x.block_until_ready()
+            layers.append(cache)
+        self._first_token(x, lengths, tuple(layers))
+        report.prefill_compile_seconds = engine.programs.compile_seconds - compiled
+        report.prefill_seconds = time.perf_counter() - start - report.prefill_compile_seconds
+        report.prefill_tokens = int(np.sum(self._lengths))
+        report.device_kv_bytes = memory.tree_bytes(layers)
+        if self.pool is not None:
+            report.host_kv_bytes = self.pool.nbytes
+
+    def _prefill_layer(
+        self, index: int, x: jax.Array, lengths: jax.Array, chunk: int
+    ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], LayerCache]:
+        """Computes a layer's KV; returns how to advance a chunk of x, and the cache for decode."""
+        engine, programs, plan = self._engine, self._engine.programs, self.plan
+        sparse, rope, arrays = engine.sparse, engine.rope, engine.layers[index].arrays
+        if engine.config.mode == "dense":
+            length = plan.num_blocks * sparse.geometry.block_size
+            make = programs.on_layer(prefill.layer_keys_values, length=length)
+            dense: DenseCache = make(arrays, rope, x)
+            run = programs.on_layer(prefill.dense_chunk, donate=(2,), size=chunk)
+            return lambda x, at: run(arrays, rope, x, at, dense), dense
+        make = programs.on_layer(prefill.layer_blocks, sparse=sparse, num_blocks=plan.num_blocks)
+        kv, compressed = make(arrays, rope, x)
+        tail, window = programs.plain(prefill.decode_tail, sparse=sparse)(kv, lengths)
+        if self.pool is None:
+            cache = SparseCache(kv, None, tail, window, compressed)
+        else:
+            self.pool.store_layer(index, kv)
+            shape = (*kv.shape[:2], plan.slots, *kv.shape[3:])
+            slots = programs.plain(prefill.empty_slots, shape=shape, dtype=kv.dtype)()
+            cache = SparseCache(*slots, tail, window, compressed)
+        run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=chunk, sparse=sparse)
+        return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
+
+    def _first_token(
+        self, x: jax.Array, lengths: jax.Array, layers: tuple[LayerCache, ...]
+    ) -> None:
+        engine, batch = self._engine, self.plan.batch
+        budget = np.array([request.max_new_tokens for request in self._requests], np.int32)
+        fresh = DecodeState(
+            lengths=np.zeros(batch, np.int32),
+            last_token=np.zeros(batch, np.int32),
+            active=np.ones(batch, bool),
+            failed=np.zeros(batch, bool),
+            remaining=budget,
+            sampling=sampling_arrays(self._requests),
+            layers=(),
+        )
+        state = dataclasses.replace(engine.put(fresh), lengths=lengths)
+        run = engine.programs.on_model(prefill.first_token)
+        state, tokens, emitted = run(engine.parameters.arrays, x, state)
+        self.state = dataclasses.replace(state, layers=layers)
+        tokens, emitted, self._active, self._failed = jax.device_get(
+            (tokens, emitted, state.active, state.failed)
+        )
+        self._first = [(int(row), int(tokens[row])) for row in np.flatnonzero(emitted)]
+
+    def _decode(self) -> Callable[[DecodeState], tuple[DecodeState, StepOutput]]:
+        """How to run one decode call, compiled."""
+        engine, plan = self._engine, self.plan
+        sparse = None if engine.config.mode == "dense" else engine.sparse
+        arrays, rope, pool = engine.parameters.arrays, engine.rope, self.pool
+        assert self.state is not None
+        if pool is not None:
+            # Compiles the write-back, which is first needed some tokens later; writes nothing.
+            pool.write_back(self._tails(), engine.put(np.full(plan.batch, -1, np.int32)))
+        if pool is not None and engine.config.fetch == "eager":
+            fetcher = EagerFetcher(pool, engine.device)
+            return lambda state: eager_step(
+                engine.programs,
+                engine.parameters,
+                engine.layers,
+                rope,
+                state,
+                fetcher,
+                engine.sparse,
+                plan.num_blocks,
+            )
+        program = engine.programs.on_model(
+            decode.decode_steps,
+            donate=(3,),
+            steps=engine.config.steps_per_call,
+            sparse=sparse,
+            num_blocks=plan.num_blocks,
+        )
+        program.compile(arrays, rope, pool and pool.layers, self.state)
+        return lambda state: program(arrays, rope, pool and pool.layers, state)
+
+    def _tails(self) -> tuple[jax.Array, ...]:
+        assert self.state is not None
+        return tuple(cache.tail for cache in self.state.layers if isinstance(cache, SparseCache))
+
+    def _write_back(self, lengths: np.ndarray) -> None:
+        """Writes the tail blocks that filled between ``self._lengths`` and ``lengths``."""
+        engine, size = self._engine, self._engine.sparse.geometry.block_size
+        filled = lengths // size > self._lengths // size
+        if self.pool is not None and np.any(filled):
+            targets = np.where(filled, lengths // size - 1, -1).astype(np.int32)
+            self.pool.write_back(self._tails(), engine.put(targets))
+            heads, layers = engine.model.config.num_kv_heads, engine.model.config.num_layers
+            self.report.written_back_runs += int(np.sum(filled)) * heads * layers
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yields (request, token) as they are drawn, those of prefill first.
+
+        Raises:
+          RuntimeError: before prefill.
+        """
+        if self.state is None:
+            raise RuntimeError("prefill has not run")
+        report = self.report
+        for row, token in self._first:
+            self._tokens[row].append(token)
+            yield row, token
+        self._first = []
+        if not np.any(self._active):
+            return
+        start = time.perf_counter()
+        call = self._decode()
+        report.decode_compile_seconds = time.perf_counter() - start
+        while np.any(self._active):
+            start, compiled = time.perf_counter(), self._engine.programs.compile_seconds
+            self.state, outputs = call(self.state)
+            state = self.state
+            outputs, lengths, self._active, self._failed = jax.device_get(
+                (outputs, state.lengths, state.active, state.failed)
+            )
+            self._write_back(lengths)
+            self._lengths = lengths
+            late = self._engine.programs.compile_seconds - compiled
+            report.decode_compile_seconds += late
+            report.decode_seconds += time.perf_counter() - start - late
+            report.add_steps(outputs)
+            report.context_tokens = int(np.max(lengths))
+            for step, row in np.argwhere(outputs.emitted):
+                self._tokens[row].append(int(outputs.tokens[step, row]))
+                yield int(row), self._tokens[row][-1]
+
+    def results(self) -> list[RequestResult]:
+        """The requests as they stand; unfinished ones count as interrupted."""
+        results = []
+        for row, (prompt, tokens) in enumerate(zip(self._prompts, self._tokens, strict=True)):
+            reason: FinishReason = "length"
+            if self._failed[row]:
+                reason = "failed"
+            elif self._active[row]:
+                reason = "interrupted"
+            elif tokens and tokens[-1] in self._requests[row].stop_token_ids:
+                reason = "stop"
+            results.append(RequestResult(len(prompt), tokens, reason))
+        return results

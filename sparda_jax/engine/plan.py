@@ -1,0 +1,144 @@
+"""Shapes and bytes of a batch, known and checked before any work begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload import memory
+from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
+from sparda_jax.sparse.infllm_v2 import selection_width
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """Static sizes of one batch.
+
+    Attributes:
+      batch: B.
+      padded_length: prompt tokens after padding to whole prefill chunks.
+      num_blocks: M, KV blocks a sequence can hold; covers prompt and generated tokens.
+      slots: Z, device slots a KV head has; 0 when the KV is resident or attention is dense.
+      full_kv_bytes: KV of all M blocks, in every layer: what dense attention keeps on the device.
+      device_kv_bytes: what this mode keeps on the device between steps.
+      host_kv_bytes: what it keeps in pinned host memory.
+      prefill_bytes: most device memory prefill needs besides (one layer's KV twice, since one is
+        copied to the host while the next is filled, and the hidden states of all tokens).
+    """
+
+    batch: int
+    padded_length: int
+    num_blocks: int
+    slots: int
+    full_kv_bytes: int
+    device_kv_bytes: int
+    host_kv_bytes: int
+    prefill_bytes: int
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def plan_batch(
+    model: ModelConfig,
+    sparse: SparseConfig,
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    dtype: jnp.dtype,
+) -> BatchPlan:
+    """Checks a batch against the model's limits and works out its sizes.
+
+    Raises:
+      ValueError: no prompt, an empty prompt, a token outside the vocabulary, or a length beyond
+        the model's or the engine's limit.
+    """
+    if not prompts:
+        raise ValueError("no prompt: the batch is empty")
+    limit = config.max_length or model.max_position_embeddings
+    needed = 0
+    for row, (prompt, request) in enumerate(zip(prompts, sampling, strict=True)):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {row} is empty: at least one token is needed")
+        bad = next((token for token in prompt if not 0 <= token < model.vocab_size), None)
+        if bad is not None:
+            raise ValueError(
+                f"prompt {row} holds token {bad}, outside the vocabulary of {model.vocab_size}"
+            )
+        total = len(prompt) + request.max_new_tokens
+        if total > limit:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens and asks for {request.max_new_tokens} more: "
+                f"{total} exceed the limit of {limit} tokens"
+            )
+        needed = max(needed, total)
+    longest = max(len(prompt) for prompt in prompts)
+    chunk = min(config.prefill_chunk, longest)
+    padded = _round_up(longest, chunk)
+    geometry = sparse.geometry
+    num_blocks = int(geometry.num_blocks(max(needed, padded)))
+    size = jnp.dtype(dtype).itemsize
+    token = model.num_kv_heads * model.head_dim * size  # one key or value row of all KV heads
+    block = 2 * geometry.block_size * token
+    full = model.num_layers * len(prompts) * num_blocks * block
+    slots, host = 0, 0
+    if config.mode == "dense":
+        device = full
+    else:
+        device = (
+            2 * block
+            + geometry.kernel_size * token
+            + geometry.num_compressed(num_blocks * geometry.block_size) * token
+        )
+        if config.offload == "host":
+            # The tail block is selected and attended too, but lies in the tail ring.
+            slots = max(min(selection_width(sparse, num_blocks), num_blocks) - 1, 1)
+            host = full
+            device += slots * block
+        else:
+            device += num_blocks * block
+        device *= model.num_layers * len(prompts)
+    layer = full // model.num_layers
+    hidden = len(prompts) * padded * model.hidden_size * size
+    return BatchPlan(
+        batch=len(prompts),
+        padded_length=padded,
+        num_blocks=num_blocks,
+        slots=slots,
+        full_kv_bytes=full,
+        device_kv_bytes=device,
+        host_kv_bytes=host,
+        prefill_bytes=2 * layer + 2 * hidden,
+    )
+
+
+def check_memory(plan: BatchPlan, config: EngineConfig, device: jax.Device) -> None:
+    """Raises if the batch does not fit.
+
+    Raises:
+      ValueError: naming what is needed and what there is.
+    """
+    what = f"the KV of {plan.batch} x {plan.num_blocks} blocks"
+    memory.check_device_budget(
+        f"{what} on the device", plan.device_kv_bytes, config.device_kv_bytes, device
+    )
+    memory.check_device_budget(
+        f"{what} and prefill on the device", plan.device_kv_bytes + plan.prefill_bytes, None, device
+    )
+    if plan.host_kv_bytes:
+        memory.check_host_budget(
+            f"{what} on the host", plan.host_kv_bytes, config.host_kv_bytes, device
+        )
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids padded at the end to ``[B, length]`` and the true lengths, as numpy int32."""
+    tokens = np.zeros((len(prompts), length), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    return tokens, np.array([len(prompt) for prompt in prompts], np.int32)

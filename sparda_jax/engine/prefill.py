@@ -1,0 +1,159 @@
+"""Prefill, layer by layer: all tokens pass one layer, in chunks, before the next begins.
+
+So only one layer's KV must be whole on the device at a time: it is attended, then it streams to the
+host pool while the next layer computes. What is held instead are the hidden states of all tokens,
+which are smaller than the KV of all layers by a factor of 2 L K H / D, and nothing of the prompt is
+ever fetched back. Every layer runs the same two programs, so they are compiled once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.compressed_keys import compress_keys
+from sparda_jax.config import SparseConfig
+from sparda_jax.engine.decode import end_step
+from sparda_jax.engine.state import DecodeState, DenseCache
+from sparda_jax.models.decoder import Decoder, DecoderLayer
+from sparda_jax.models.rope import RopeTable, rope_rows
+from sparda_jax.sparse.infllm_v2 import select_prefill, to_blocks
+
+
+def _pad_tokens(rows: Float[Array, "B T K H"], length: int) -> Float[Array, "B S K H"]:
+    return jnp.pad(rows, ((0, 0), (0, length - rows.shape[1]), (0, 0), (0, 0)))
+
+
+def layer_keys_values(
+    layer: DecoderLayer, rope: RopeTable, x: Float[Array, "B T D"], length: int
+) -> DenseCache:
+    """Keys and values of every token of the prompt, padded to ``length`` tokens."""
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    cos, sin = rope_rows(rope, positions)
+    _, k, v = layer.qkv(x, cos, sin)
+    return DenseCache(k=_pad_tokens(k, length), v=_pad_tokens(v, length))
+
+
+def layer_blocks(
+    layer: DecoderLayer,
+    rope: RopeTable,
+    x: Float[Array, "B T D"],
+    sparse: SparseConfig,
+    num_blocks: int,
+) -> tuple[Float[Array, "B K M 2 P H"], Float[Array, "B K C H"]]:
+    """KV blocks and compressed keys of every token of the prompt.
+
+    Rows past a prompt's end hold values of padding. No query sees them: they lie after every real
+    position, and decode overwrites them.
+    """
+    size = sparse.geometry.block_size
+    cache = layer_keys_values(layer, rope, x, num_blocks * size)
+    compressed = compress_keys(cache.k.transpose(0, 2, 1, 3), sparse.geometry)
+    return to_blocks(cache.k, cache.v, size), compressed
+
+
+def _chunk(
+    layer: DecoderLayer, rope: RopeTable, x: Array, start: Array, size: int
+) -> tuple[Array, Array, Array]:
+    """Hidden states, queries and positions of one chunk."""
+    part = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+    positions = jnp.broadcast_to(start + jnp.arange(size, dtype=jnp.int32), part.shape[:2])
+    q, _, _ = layer.qkv(part, *rope_rows(rope, positions))
+    return part, q, positions
+
+
+def dense_chunk(
+    layer: DecoderLayer,
+    rope: RopeTable,
+    x: Float[Array, "B T D"],
+    start: Int[Array, ""],
+    cache: DenseCache,
+    *,
+    size: int,
+) -> Float[Array, "B T D"]:
+    """One chunk through the rest of the layer, with dense causal attention; x updated in place."""
+    part, q, positions = _chunk(layer, rope, x, start, size)
+    visible = jnp.arange(cache.k.shape[1]) <= positions[:, :, None]
+    attention = jax.nn.dot_product_attention(q, cache.k, cache.v, mask=visible[:, None])
+    return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(part, attention), start, axis=1)
+
+
+def sparse_chunk(
+    layer: DecoderLayer,
+    rope: RopeTable,
+    x: Float[Array, "B T D"],
+    start: Int[Array, ""],
+    kv: Float[Array, "B K M 2 P H"],
+    compressed: Float[Array, "B K C H"],
+    lengths: Int[Array, " B"],
+    *,
+    size: int,
+    sparse: SparseConfig,
+) -> Float[Array, "B T D"]:
+    """One chunk through the rest of the layer, attending the selected blocks; x updated in place."""
+    part, q, positions = _chunk(layer, rope, x, start, size)
+    selection = select_prefill(q, compressed, positions, lengths, sparse, kv.shape[2])
+    attention = block_sparse_attention(q, kv, selection.ids, positions)
+    return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(part, attention), start, axis=1)
+
+
+def decode_tail(
+    kv: Float[Array, "B K M 2 P H"], lengths: Int[Array, " B"], *, sparse: SparseConfig
+) -> tuple[Float[Array, "B K 2 2 P H"], Float[Array, "B K E H"]]:
+    """The tail ring and the window of newest keys with which decode goes on.
+
+    Args:
+      kv: all blocks of the layer.
+      lengths: prompt tokens per request.
+      sparse: selection rules.
+
+    Returns:
+      `SparseCache.tail` and `SparseCache.window`.
+    """
+    batch, heads, num_blocks, _, size, width = kv.shape
+    kernel = sparse.geometry.kernel_size
+    current = lengths // size
+    # Ring row r holds whichever of the current and the previous block has parity r.
+    ring = jnp.stack([current - (current % 2 != row) for row in range(2)], axis=1)
+    ring = jnp.clip(ring, 0, num_blocks - 1)
+    tail = jnp.take_along_axis(kv, ring[:, None, :, None, None, None], axis=2)
+    # Window row e holds the newest position p < length with p % kernel == e. Rows of positions
+    # before 0 are never read: a window is complete only once `kernel` keys were written.
+    newest = lengths[:, None] - 1
+    position = jnp.maximum(newest - (newest - jnp.arange(kernel)) % kernel, 0)
+    keys = kv[:, :, :, 0].reshape(batch, heads, num_blocks * size, width)
+    return tail, jnp.take_along_axis(keys, position[:, None, :, None], axis=2)
+
+
+def empty_slots(
+    *, shape: tuple[int, ...], dtype: jnp.dtype
+) -> tuple[Float[Array, "B K Z 2 P H"], Int[Array, "B K Z"]]:
+    """Device slots that hold nothing, and their block ids."""
+    return jnp.zeros(shape, dtype), jnp.full(shape[:3], -1, jnp.int32)
+
+
+def embed(model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Hidden states before the first layer."""
+    return model.embed(tokens)
+
+
+def first_token(
+    model: Decoder, x: Float[Array, "B T D"], state: DecodeState
+) -> tuple[DecodeState, Int[Array, " B"], Bool[Array, " B"]]:
+    """Draws the first token of each request from the hidden state of its last prompt token.
+
+    Args:
+      model: parameters.
+      x: hidden states after the last layer.
+      state: the batch, without caches; `lengths` are those of the prompts.
+
+    Returns:
+      The state after that token, the tokens, and which of them were emitted.
+    """
+    last = jnp.take_along_axis(x, (state.lengths - 1)[:, None, None], axis=1)
+    # A decode step whose token was the last one of the prompt, hence at position length - 1.
+    return end_step(model, last, dataclasses.replace(state, lengths=state.lengths - 1))

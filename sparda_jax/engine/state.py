@@ -1,0 +1,136 @@
+"""Everything a decode loop carries, as typed pytrees.
+
+Modules hold parameters only; caches, positions and sampling settings travel here, so that a whole
+decode loop can be jitted, donated, saved and tested. The host pool is the one thing outside:
+programs read it in place and never return it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from sparda_jax.config import SamplingParams
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseCache:
+    """KV of one layer for dense attention, token-major as `jax.nn.dot_product_attention` reads it.
+
+    Attributes:
+      k: keys, position s at row s.
+      v: values, likewise.
+    """
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparseCache:
+    """What the device holds of one layer in sparse mode.
+
+    Attributes:
+      blocks: KV blocks. Resident (`slot_blocks` is None): all of them, block j at row j. Offloaded:
+        the slots, Z blocks that were fetched from the host pool.
+      slot_blocks: block id in each slot, -1 empty; None when resident.
+      tail: the last two KV blocks, block j in row j % 2. New tokens are written here; the filled
+        block stays until the next one is full, which is when the host copy is known to exist.
+      window: the last `kernel_size` keys, position p at row p % kernel_size.
+      compressed: compressed keys; a query sees the first `complete_windows(position)`.
+    """
+
+    blocks: Float[Array, "B K Z 2 P H"]
+    slot_blocks: Int[Array, "B K Z"] | None
+    tail: Float[Array, "B K 2 2 P H"]
+    window: Float[Array, "B K E H"]
+    compressed: Float[Array, "B K C H"]
+
+
+LayerCache = DenseCache | SparseCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingState:
+    """Sampling settings of every request of the batch.
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: 0 keeps all.
+      top_p: 1 keeps all.
+      seed: random stream; the key of a token is `fold_in(seed, position)`, so a request draws the
+        same tokens whatever its neighbours do.
+      stop_ids: tokens that end the request, padded with -1.
+    """
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    seed: UInt[Array, " B"]
+    stop_ids: Int[Array, "B E"]
+
+
+def sampling_arrays(requests: Sequence[SamplingParams]) -> SamplingState:
+    """Numpy arrays for the settings of a batch; the caller puts them on the device."""
+    width = max(1, *(len(request.stop_token_ids) for request in requests))
+    stops = np.full((len(requests), width), -1, np.int32)
+    for row, request in enumerate(requests):
+        stops[row, : len(request.stop_token_ids)] = request.stop_token_ids
+    return SamplingState(
+        temperature=np.array([request.temperature for request in requests], np.float32),
+        top_k=np.array([request.top_k for request in requests], np.int32),
+        top_p=np.array([request.top_p for request in requests], np.float32),
+        seed=np.array([request.seed for request in requests], np.uint32),
+        stop_ids=stops,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """State of a batch between two decode steps.
+
+    Attributes:
+      lengths: tokens whose KV is cached.
+      last_token: the newest token; its KV is not cached yet, its position is `lengths`.
+      active: the request still generates. An inactive row computes along and changes nothing.
+      failed: the request met logits that are not finite and was stopped.
+      remaining: tokens it may still generate.
+      sampling: its sampling settings.
+      layers: L caches.
+    """
+
+    lengths: Int[Array, " B"]
+    last_token: Int[Array, " B"]
+    active: Bool[Array, " B"]
+    failed: Bool[Array, " B"]
+    remaining: Int[Array, " B"]
+    sampling: SamplingState
+    layers: tuple[LayerCache, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What one decode step (or, stacked on a leading axis, several) hands to the host.
+
+    Attributes:
+      tokens: the token drawn for each request.
+      emitted: which of them count (the request was active and its logits finite).
+      free: selected blocks that no rule forced, summed over layers, KV heads and active requests.
+      hits: how many of `free` were already in slots.
+      fetched: (block, KV head) runs copied from the host.
+    """
+
+    tokens: Int[Array, " B"]
+    emitted: Bool[Array, " B"]
+    free: Int[Array, ""]
+    hits: Int[Array, ""]
+    fetched: Int[Array, ""]

@@ -1,0 +1,1 @@
+"""Measures of quality and speed."""

@@ -1,0 +1,322 @@
+"""The engine's promise: the same tokens whichever way they are computed."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from sparda_jax.config import SamplingParams
+from sparda_jax.engine import decode, prefill
+from sparda_jax.engine.state import SparseCache
+
+NEW_TOKENS = 40
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
+
+
+def tokens_of(engine, prompts, sampling=GREEDY):
+    results, report = engine.generate(prompts, sampling)
+    return [result.tokens for result in results], report
+
+
+@pytest.mark.smoke
+def test_dense_decode_follows_the_whole_sequence_forward(make_engine, model, prompts):
+    generated, _ = tokens_of(make_engine(mode="dense"), prompts)
+    with jax.transfer_guard("allow"):
+        for prompt, tokens in zip(prompts, generated, strict=True):
+            sequence = np.array([prompt + tokens])
+            logits = np.asarray(model(sequence))[0]
+            expected = logits.argmax(-1)[len(prompt) - 1 : -1]
+            np.testing.assert_array_equal(expected, tokens)
+
+
+def test_sparse_decode_follows_the_whole_sequence_forward(make_engine, model, sparse, prompts):
+    generated, _ = tokens_of(make_engine(), prompts)
+    with jax.transfer_guard("allow"):
+        for prompt, tokens in zip(prompts, generated, strict=True):
+            sequence = np.array([prompt + tokens])
+            logits = np.asarray(model(sequence, sparse=sparse))[0]
+            expected = logits.argmax(-1)[len(prompt) - 1 : -1]
+            np.testing.assert_array_equal(expected, tokens)
+
+
+def test_sparse_differs_from_dense_when_the_budget_binds(make_engine, prompts):
+    """Guards the equalities below: they would hold trivially if sparse attention were dense."""
+    sparse, _ = tokens_of(make_engine(), prompts)
+    dense, _ = tokens_of(make_engine(mode="dense"), prompts)
+    assert sparse != dense
+
+
+def test_all_blocks_selected_equals_dense(make_engine, sparse, prompts):
+    everything = sparse.with_all_blocks(256)
+    for offload in ("none", "host"):
+        blocks, _ = tokens_of(make_engine(sparse=everything, offload=offload), prompts)
+        dense, _ = tokens_of(make_engine(mode="dense"), prompts)
+        assert blocks == dense
+
+
+def test_dense_len_switches_in_mid_generation(make_engine, sparse, prompts):
+    """Rows below dense_len attend everything, then the budget: offloaded equals resident."""
+    mixed = dataclasses.replace(sparse, dense_len=60)
+    dense, _ = tokens_of(make_engine(mode="dense"), prompts)
+    resident, _ = tokens_of(make_engine(sparse=mixed), prompts)
+    offloaded, _ = tokens_of(make_engine(sparse=mixed, offload="host"), prompts)
+    assert resident == offloaded
+    short = 60 - len(prompts[1])
+    assert resident[1][:short] == dense[1][:short]
+    assert resident[0] != dense[0]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("fetch", ["program", "eager"])
+@pytest.mark.parametrize("local_blocks", [0, 1, 2])
+def test_offloaded_equals_resident(make_engine, sparse, prompts, fetch, local_blocks):
+    rules = dataclasses.replace(sparse, local_blocks=local_blocks)
+    resident, _ = tokens_of(make_engine(sparse=rules), prompts)
+    offloaded, report = tokens_of(make_engine(sparse=rules, offload="host", fetch=fetch), prompts)
+    assert resident == offloaded
+    assert report.fetched_runs > 0
+    assert 0 < report.hit_rate < 1
+    assert report.written_back_runs > 0
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_n_step_program_equals_single_steps(make_engine, prompts, offload):
+    single, _ = tokens_of(make_engine(offload=offload, steps_per_call=1), prompts)
+    for steps in (3, 8):
+        several, _ = tokens_of(make_engine(offload=offload, steps_per_call=steps), prompts)
+        assert several == single
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse"])
+def test_chunked_prefill_equals_one_shot(make_engine, prompts, mode):
+    whole, _ = tokens_of(make_engine(mode=mode, prefill_chunk=128), prompts)
+    for chunk in (1, 7, 32):
+        chunked, _ = tokens_of(make_engine(mode=mode, prefill_chunk=chunk), prompts[:2])
+        assert chunked == whole[:2]
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_batched_equals_one_by_one(make_engine, prompts, offload):
+    """Other shapes, hence float32 and tokens; the same program is compared bit by bit below."""
+    engine = make_engine(offload=offload)
+    batched, _ = tokens_of(engine, prompts)
+    for prompt, tokens in zip(prompts, batched, strict=True):
+        assert tokens_of(engine, [prompt])[0] == [tokens]
+
+
+@pytest.mark.parametrize("mode,offload", [("dense", "none"), ("sparse", "none"), ("sparse", "host")])
+def test_a_row_is_bit_identical_with_its_neighbours_idle_or_poisoned(
+    make_engine, prompts, mode, offload
+):
+    def run(others: str):
+        engine = make_engine(mode=mode, offload=offload)
+        generation = engine.prepare(prompts, GREEDY)
+        generation.prefill()
+        state = generation.state
+        mine = np.arange(len(prompts)) == 0
+
+        def poison(leaf):
+            if not np.issubdtype(leaf.dtype, np.floating):
+                return leaf
+            keep = mine.reshape(-1, *[1] * (leaf.ndim - 1))
+            return engine.put(np.where(keep, np.asarray(leaf), np.nan).astype(leaf.dtype))
+
+        if others != "live":
+            idle = engine.put(mine)
+            state = dataclasses.replace(state, active=idle)
+        if others == "poisoned":
+            state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
+        step = generation._decode()
+        for _ in range(6):
+            state, outputs = step(state)
+        caches = [
+            cache.tail if isinstance(cache, SparseCache) else cache.k for cache in state.layers
+        ]
+        return [np.asarray(cache)[0] for cache in caches], np.asarray(outputs.tokens)[:, 0]
+
+    with jax.transfer_guard("allow"):
+        live, idle, poisoned = (run(others) for others in ("live", "idle", "poisoned"))
+    for other in (idle, poisoned):
+        np.testing.assert_array_equal(live[1], other[1])
+        for mine, theirs in zip(live[0], other[0], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_host_pool_holds_the_exact_blocks(make_engine, prompts):
+    """Every full block on the host equals the resident cache's, after many write-backs."""
+    runs = {}
+    for offload in ("none", "host"):
+        engine = make_engine(offload=offload)
+        generation = engine.prepare(prompts, GREEDY)
+        generation.prefill()
+        list(generation)
+        runs[offload] = generation
+    lengths = [len(prompt) + NEW_TOKENS - 1 for prompt in prompts]
+    size = 8
+    for index, cache in enumerate(runs["none"].state.layers):
+        host = runs["host"].pool.view(index)
+        resident = jax.device_get(cache.blocks)
+        for row, length in enumerate(lengths):
+            # The block before the tail block joins the resident cache when the next one begins.
+            full = (length - 1) // size
+            np.testing.assert_array_equal(host[row, :, :full], resident[row, :, :full])
+
+
+def test_no_recompilation_after_the_second_step(make_engine, prompts):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    for settings in (
+        {"mode": "dense"},
+        {"mode": "sparse"},
+        {"offload": "host"},
+        {"offload": "host", "fetch": "eager"},
+    ):
+        engine = make_engine(steps_per_call=1, **settings)
+        generation = engine.prepare(prompts, GREEDY)
+        generation.prefill()
+        tokens = iter(generation)
+        for _ in range(3 * len(prompts)):
+            next(tokens)
+        compiled.clear()
+        assert len(list(tokens)) == (NEW_TOKENS - 3) * len(prompts)
+        assert compiled == [], settings
+        if settings.get("offload") == "host":
+            assert generation.report.written_back_runs > 0
+
+
+def test_a_finished_request_changes_nothing_for_the_others(make_engine, prompts):
+    engine = make_engine(offload="host")
+    long, _ = tokens_of(engine, prompts)
+    limits = [NEW_TOKENS, 3, 11]
+    sampling = [SamplingParams(max_new_tokens=limit) for limit in limits]
+    results, report = engine.generate(prompts, sampling)
+    for result, tokens, limit in zip(results, long, limits, strict=True):
+        assert result.tokens == tokens[:limit]
+        assert result.finish_reason == "length"
+    assert report.decode_tokens == sum(limits) - len(limits)
+
+
+def test_stop_tokens_end_only_their_request(make_engine, prompts):
+    engine = make_engine()
+    plain, _ = tokens_of(engine, prompts)
+    at = next(i for i in range(5, NEW_TOKENS) if plain[1][i] not in plain[1][:i])
+    sampling = [GREEDY, dataclasses.replace(GREEDY, stop_token_ids=(plain[1][at],)), GREEDY]
+    results, _ = engine.generate(prompts, sampling)
+    assert results[1].tokens == plain[1][: at + 1]
+    assert results[1].finish_reason == "stop"
+    assert [results[0].tokens, results[2].tokens] == [plain[0], plain[2]]
+
+
+def test_a_stop_token_drawn_first_ends_before_decode(make_engine, prompts):
+    engine = make_engine()
+    plain, _ = tokens_of(engine, prompts[:1])
+    stop = dataclasses.replace(GREEDY, stop_token_ids=(plain[0][0],))
+    results, report = engine.generate(prompts[:1], stop)
+    assert (results[0].tokens, results[0].finish_reason) == (plain[0][:1], "stop")
+    assert report.steps == 0
+
+
+def test_each_request_has_its_own_sampling_and_seed(make_engine, prompts):
+    engine = make_engine()
+    hot = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=5, top_k=20, top_p=0.9)
+    mixed, _ = tokens_of(engine, prompts, [hot, GREEDY, dataclasses.replace(hot, seed=6)])
+    again, _ = tokens_of(engine, prompts, [hot, GREEDY, dataclasses.replace(hot, seed=7)])
+    greedy, _ = tokens_of(engine, prompts)
+    assert mixed[:2] == again[:2]
+    assert mixed[2] != again[2]
+    assert mixed[1] == greedy[1]
+    assert mixed[0] != greedy[0]
+
+
+def test_nan_logits_fail_only_their_request(make_engine, prompts):
+    engine = make_engine()
+    plain, _ = tokens_of(engine, prompts)
+    generation = engine.prepare(prompts, GREEDY)
+    generation.prefill()
+    bad = np.arange(len(prompts)) == 1
+
+    def poison(leaf):
+        if leaf.dtype != np.float32:
+            return leaf
+        rows = bad.reshape(-1, *[1] * (leaf.ndim - 1))
+        return engine.put(np.where(rows, np.nan, jax.device_get(leaf)).astype(np.float32))
+
+    state = generation.state
+    generation.state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
+    list(generation)
+    results = generation.results()
+    assert [result.finish_reason for result in results] == ["length", "failed", "length"]
+    assert results[1].tokens == plain[1][:1]
+    assert [results[0].tokens, results[2].tokens] == [plain[0], plain[2]]
+
+
+def test_interrupted_generation_keeps_its_tokens_and_counters(make_engine, prompts):
+    engine = make_engine(offload="host")
+    plain, _ = tokens_of(engine, prompts[:1])
+    generation = engine.prepare(prompts[:1], GREEDY)
+    generation.prefill()
+    tokens = iter(generation)
+    for _ in range(10):
+        next(tokens)
+    result = generation.results()[0]
+    assert result.finish_reason == "interrupted"
+    assert result.tokens[:10] == plain[0][:10]
+    assert generation.report.decode_tokens >= 9
+
+
+def test_callbacks_and_counters(make_engine, prompts):
+    seen, units = [], []
+    results, report = make_engine(offload="host").generate(
+        prompts,
+        GREEDY,
+        on_token=lambda row, token: seen.append((row, token)),
+        on_prefill=lambda done, total: units.append((done, total)),
+    )
+    for row, result in enumerate(results):
+        assert [token for at, token in seen if at == row] == result.tokens
+    assert units[-1][0] == units[-1][1] == len(units)
+    assert report.prefill_tokens == sum(map(len, prompts))
+    assert report.decode_tokens == sum(len(result.tokens) - 1 for result in results)
+    assert report.host_kv_bytes == report.full_kv_bytes
+    assert report.run_bytes == 2 * 8 * 16 * 4
+    assert report.as_dict()["hit_rate"] == report.hit_rate
+
+
+def test_decode_steps_in_the_users_own_jit(make_engine, model, sparse, prompts):
+    """The importable path: the pure function inside a plain jax.jit, pool as a host-typed argument."""
+    expected, _ = tokens_of(make_engine(offload="host"), prompts)
+    engine = make_engine(offload="host")
+    generation = engine.prepare(prompts, GREEDY)
+    generation.prefill()
+    blocks = generation.plan.num_blocks
+
+    @jax.jit
+    def eight(model, rope, pool, state):
+        return decode.decode_steps(
+            model, rope, pool, state, steps=8, sparse=sparse, num_blocks=blocks
+        )
+
+    _, outputs = eight(model, engine.rope, generation.pool.layers, generation.state)
+    drawn = jax.device_get(outputs.tokens)
+    for row in range(len(prompts)):
+        np.testing.assert_array_equal(drawn[:, row], expected[row][1:9])
+
+
+def test_decode_tail_places_positions_by_remainder(model, sparse):
+    """Ring rows and window rows hold the positions that decode will look for."""
+    size, kernel, blocks = 8, 4, 5
+    rng = np.random.default_rng(0)
+    kv = rng.standard_normal((2, 2, blocks, 2, size, 3)).astype(np.float32)
+    lengths = np.array([19, 32], np.int32)
+    with jax.transfer_guard("allow"):
+        tail, window = prefill.decode_tail(jax.numpy.array(kv), lengths, sparse=sparse)
+        tail, window = np.asarray(tail), np.asarray(window)
+    for row, length in enumerate(lengths):
+        for block in {length // size, max(length // size - 1, 0)}:
+            np.testing.assert_array_equal(tail[row, :, block % 2], kv[row, :, block])
+        for position in range(length - kernel, length):
+            expected = kv[row, :, position // size, 0, position % size]
+            np.testing.assert_array_equal(window[row, :, position % kernel], expected)
