@@ -1,0 +1,104 @@
+"""One entry for every kind of checkpoint: folder, GGUF file, hub id, or the default model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from sparda_jax.assets import fetch_default_model
+from sparda_jax.checkpoints.assemble import TensorHeader, assemble, check_headers
+from sparda_jax.checkpoints.gguf import read_gguf
+from sparda_jax.checkpoints.safetensors import load_safetensors
+from sparda_jax.config import ModelConfig
+from sparda_jax.models.decoder import Decoder
+from sparda_jax.tokenization import Tokenizer
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Weights in other formats are not worth the download.
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+def load_pretrained(
+    model: str | Path = "default",
+    *,
+    dtype: object = jnp.float32,
+    cache_dir: str | Path | None = None,
+    check_finite: bool = True,
+) -> tuple[Decoder, Tokenizer | None]:
+    """Loads a model and its tokenizer.
+
+    Args:
+        model: a folder with `config.json` and safetensors, or with one GGUF file; a GGUF file; a
+            hub id such as `org/name` (needs the `hub` extra); or "default", the model that
+            `sparda_jax.assets` fetches. What exists on disk comes before the hub.
+        dtype: of the parameters, and so of the computation and the KV cache.
+        cache_dir: where the default model is kept; None: the user's cache.
+        check_finite: refuse NaN and infinity in the weights.
+
+    Returns:
+        The decoder; the tokenizer, None where the folder has no `tokenizer.json`.
+
+    Raises:
+        FileNotFoundError: nothing of that name, or no weights there.
+        ValueError: damaged files, or weights that do not fit; all of them in one message.
+        NotImplementedError: a model, rope or quantisation type that is not supported.
+        ImportError: a hub id or a GGUF without the package that reads it.
+        sparda_jax.assets.AssetError: the default model cannot be fetched.
+    """
+    if str(model) == "default":
+        path = fetch_default_model(cache_dir)
+    else:
+        path = _locate(model)
+    if path.is_file():
+        return _load_gguf(path, dtype, check_finite)
+    if not any(path.glob("*.safetensors*")):
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return _load_gguf(files[0], dtype, check_finite)
+        if files:
+            names = ", ".join(file.name for file in files)
+            raise ValueError(f"{len(files)} GGUF files in {path}, name one of them: {names}")
+        raise FileNotFoundError(f"no *.safetensors and no *.gguf file in {path}")
+    decoder = load_safetensors(path, dtype=dtype, check_finite=check_finite)
+    has_tokenizer = (path / "tokenizer.json").is_file()
+    return decoder, Tokenizer.from_directory(path) if has_tokenizer else None
+
+
+def _locate(model: str | Path) -> Path:
+    path = Path(model)
+    if path.is_file() and path.suffix != ".gguf":
+        raise ValueError(f"{path} is neither a folder nor a .gguf file")
+    if path.exists():
+        return path
+    # A hub id has exactly one slash, so "./model" and "/model" are never taken for one.
+    if isinstance(model, str) and _HUB_ID.fullmatch(model):
+        return _download(model)
+    raise FileNotFoundError(f"no model at {path}: expected a folder, a .gguf file or org/name")
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError(
+            f"{hub_id} is not a local path; fetching it from the hub needs huggingface_hub: "
+            "pip install 'sparda_jax[hub]'"
+        ) from error
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # the hub client's own, requests' and the operating system's
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise FileNotFoundError(
+            f"{hub_id} is not a local path and cannot be fetched from the hub: {reason}"
+        ) from error
+
+
+def _load_gguf(path: Path, dtype: object, check_finite: bool) -> tuple[Decoder, Tokenizer]:
+    checkpoint = read_gguf(path)
+    config = ModelConfig.from_huggingface(checkpoint.config)
+    # Before anything is dequantised; what arrives is always float32.
+    check_headers(config, {n: TensorHeader(s, "float32") for n, s in checkpoint.shapes.items()})
+    decoder = assemble(config, checkpoint.tensors(), dtype=dtype, check_finite=check_finite)
+    return decoder, Tokenizer.from_gguf(checkpoint.tokenizer)
