@@ -35,7 +35,7 @@ def assign_slots(
     """Slots for the wanted blocks: hits stay where they are, misses fill the other slots.
 
     Misses take, in the order in which they are wanted, the slots that hold no wanted block:
-    in ascending slot order (SparDA, sec. 6.2 of the specification), or, with ``last_used``,
+    in ascending slot order (as SparDA does), or, with ``last_used``,
     empty slots first and then those used longest ago.
 
     Args:

@@ -3,16 +3,17 @@
 import dataclasses
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-# An int stays an int; a numpy or jax array of int32 stays an array.
-IntLike = TypeVar("IntLike")
+# An int stays an int; a numpy or jax array of integers stays an array.
+IntLike = TypeVar("IntLike", int, np.ndarray, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockGeometry:
-    """The token grid of InfLLM-V2 block selection (SparDA, sec. 3; spec/sparda.md 3.1, 3.3).
+    """The token grid of InfLLM-V2 block selection (SparDA, sec. 3).
 
     Block ``m`` holds tokens ``[m*block_size, (m+1)*block_size)``.  Compressed key ``j`` is the
     mean of the keys of tokens ``[j*kernel_stride, j*kernel_stride + kernel_size)``.
@@ -54,7 +55,7 @@ class BlockGeometry:
 
     def num_blocks(self, length: IntLike) -> IntLike:
         """Blocks that hold ``length`` tokens, the last one possibly partial: ceil(length / P)."""
-        return (length + self.block_size - 1) // self.block_size  # type: ignore[operator]
+        return (length + self.block_size - 1) // self.block_size
 
     def num_compressed(self, length: IntLike) -> IntLike:
         """Complete windows in ``length`` tokens: 0, or (length - kernel) // stride + 1.
@@ -67,11 +68,11 @@ class BlockGeometry:
         """
         # Floor division of a negative number by a stride <= kernel gives <= 0 for every
         # length < kernel, so clipping at 0 is all the "no window yet" case needs.
-        count = (length - self.kernel_size) // self.kernel_stride + 1  # type: ignore[operator]
+        count = (length - self.kernel_size) // self.kernel_stride + 1
         if isinstance(count, int):
-            return max(count, 0)  # type: ignore[return-value]
+            return max(count, 0)
         if isinstance(count, np.ndarray | np.generic):
-            return np.maximum(count, 0)  # type: ignore[return-value]
+            return np.maximum(count, 0)
         return jnp.maximum(count, 0)
 
     def complete_windows(self, position: IntLike) -> IntLike:
@@ -79,15 +80,15 @@ class BlockGeometry:
 
         This is what the multi-head selector sees in prefill and decode.
         """
-        return self.num_compressed(position + 1)  # type: ignore[operator, return-value]
+        return self.num_compressed(position + 1)
 
     def started_windows(self, position: IntLike) -> IntLike:
         """Compressed keys whose first token is at or before token ``position``.
 
-        The Forecast selector's prefill rule (spec/sparda.md 4): position // stride + 1.  The
+        The Forecast selector's prefill rule: position // stride + 1.  The
         caller clips the result to the number of compressed keys that exist.
         """
-        return position // self.kernel_stride + 1  # type: ignore[operator]
+        return position // self.kernel_stride + 1
 
     def pool_range(self, block: int, num_compressed: int) -> tuple[int, int]:
         """Compressed keys ``[first, last)`` over which block ``block`` takes its maximum.

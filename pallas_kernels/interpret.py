@@ -57,7 +57,8 @@ def simulated(*, detect_races: bool = True) -> Iterator[None]:
 
     # The simulator keeps the race state of the last kernel only; we keep that of all.
     states: list[Any] = []
-    make_state = gpu_callbacks.GPURaceDetectionState
+    state_name = "GPURaceDetectionState"
+    make_state = getattr(gpu_callbacks, state_name)
 
     def recorded_state(*args: Any, **kwargs: Any) -> Any:
         states.append(make_state(*args, **kwargs))
@@ -65,7 +66,7 @@ def simulated(*, detect_races: bool = True) -> Iterator[None]:
 
     reset()
     token = _active.set(True)
-    gpu_callbacks.GPURaceDetectionState = recorded_state
+    setattr(gpu_callbacks, state_name, recorded_state)
     try:
         with force_gpu_interpret_mode(params(detect_races=detect_races)):
             yield
@@ -73,7 +74,7 @@ def simulated(*, detect_races: bool = True) -> Iterator[None]:
         if any(state.races_found for state in states):
             raise RuntimeError("a simulated kernel has a data race (details on standard output)")
     finally:
-        gpu_callbacks.GPURaceDetectionState = make_state
+        setattr(gpu_callbacks, state_name, make_state)
         _active.reset(token)
         # After an exception the simulator refuses to start again until it is reset.
         reset()

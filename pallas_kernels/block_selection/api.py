@@ -1,7 +1,7 @@
 """Block selection of InfLLM-V2 and of SparDA's Forecast: the public functions.
 
 Both selectors score compressed keys, take the maximum per block, force the first and the
-last blocks in, and keep the best ``budget`` blocks (SparDA, sec. 3; spec/sparda.md 3.2-4).
+last blocks in, and keep the best ``budget`` blocks (SparDA, sec. 3).
 """
 
 from typing import Any

@@ -21,8 +21,7 @@ def block_sparse_attention(
     """Exact softmax attention over the union of the selected blocks, token-causal.
 
     ``out[t, n] = sum_s softmax_s(scale * q[t, n] . key[s] + bias[s]) * value[s]`` over the tokens
-    s with ``s // P in ids[k, t]`` and ``s <= positions[t]``, k = n // G (SparDA, sec. 3;
-    spec/sparda.md 3.4).  Softmax in float32.
+    s with ``s // P in ids[k, t]`` and ``s <= positions[t]``, k = n // G (SparDA, sec. 3).  Softmax in float32.
 
     Args:
         q: queries after RoPE.

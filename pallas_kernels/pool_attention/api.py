@@ -24,7 +24,7 @@ def pool_attention(
 
     ``out[t, n] = sum_s softmax_s(scale * q[t, n] . key[s] + bias[s]) * value[s]``, s running over
     the P tokens of every slot in ``slot_ids[k]`` and the tail tokens with ``tail_mask[t]``,
-    k = n // G (spec/sparda.md 3.4, 6.2).  Softmax in float32.  Keys carry RoPE, so where a
+    k = n // G (SparDA, sec. 3).  Softmax in float32.  Keys carry RoPE, so where a
     block lies does not matter; the order of ``slot_ids`` is the order of summation, so that
     the same blocks in other slots give the same bits.
 

@@ -1,5 +1,7 @@
 """Pool attention in plain jax.numpy."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -28,15 +30,11 @@ def pool_attention(
     XLA:CPU gathers blocks at 3 GB/s, element by element, but slices them at copy speed: there
     it pays to loop (0.5 ms instead of 1.1 for 24 slots of 64, K=3, H=64).  Elsewhere one gather.
     """
-    arrays = (q, slots, slot_ids, tail, tail_mask, slot_bias, tail_bias)
-
-    def on_cpu(*arrays: Array | None) -> tuple[Array, Array]:
-        return _attend_looped(*arrays, scale=scale)
-
-    def elsewhere(*arrays: Array | None) -> tuple[Array, Array]:
-        return attend_gathered(*arrays, scale=scale)
-
-    out, lse = lax.platform_dependent(*arrays, cpu=on_cpu, default=elsewhere)
+    out, lse = lax.platform_dependent(
+        *(q, slots, slot_ids, tail, tail_mask, slot_bias, tail_bias),
+        cpu=functools.partial(attend_looped, scale=scale),
+        default=functools.partial(attend_gathered, scale=scale),
+    )
     return (out, lse) if return_lse else out
 
 
@@ -83,7 +81,7 @@ def _scores(queries: Array, keys: Array, seen: Array, bias: Array | None) -> Arr
     return jnp.where(seen, s, MASKED)
 
 
-def _attend_looped(
+def attend_looped(
     q: Float[Array, "B T N H"],
     slots: Float[Array, "B K Z 2 P H"],
     slot_ids: Int32[Array, "B K R"],
