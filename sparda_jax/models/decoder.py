@@ -11,6 +11,7 @@ from flax import nnx
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.models.layers import MLP, Linear, RMSNorm
 from sparda_jax.models.rope import apply_rope, rope_at
+from sparda_jax.sparse.infllm_v2 import sparse_attention
 from sparda_jax.typing import Array, Float, Int
 
 
@@ -163,8 +164,6 @@ class Decoder(nnx.Module):
             if sparse is None:
                 attention = dense_attention(q, k, v, lengths)
             else:
-                from sparda_jax.sparse.infllm_v2 import sparse_attention
-
                 attention = sparse_attention(q, k, v, positions, lengths, sparse)
             x = layer.finish(x, attention)
         return self.logits(x)
