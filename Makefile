@@ -5,13 +5,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help decode test lint clean
+.PHONY: help decode test lint setup clean
 
 help:
 	@echo "make decode   answer a question about a long text with the default model"
 	@echo "              (options of scripts/decode.py: make decode ARGS='--mode dense')"
 	@echo "make test     linter, type checker and all tests (options of pytest: ARGS='-k rope')"
 	@echo "make lint     linter and type checker only"
+	@echo "make setup    only the virtual environment, with the test tools"
 	@echo "make clean    remove the virtual environment and tool caches"
 	@echo "Each sets up $(VENV) first, with the newest suitable Python, where that is needed."
 
@@ -19,14 +20,16 @@ decode:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf
 	@$(BIN)/python scripts/decode.py $(ARGS)
 
-test: lint
-	$(BIN)/python -m pytest $(ARGS)
+test: setup
+	@$(MAKE) --no-print-directory lint; lint=$$?; $(BIN)/python -m pytest $(ARGS) && exit $$lint
 
-lint:
-	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf,test
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+setup:
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf,test
 
 clean:
 	rm -rf $(VENV) $(VENV).lock .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
