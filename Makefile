@@ -32,5 +32,5 @@ setup:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf,test
 
 clean:
-	rm -rf $(VENV) $(VENV).lock .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(VENV).lock .venv-smoke .venv-smoke.lock .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
