@@ -136,11 +136,11 @@ def multi_head_scores(
 
     Softmax per head over the visible keys ``j < visible``; 0 where invisible.
     """
-    b, t = visible.shape
+    b, t, n, _ = q.shape
     k, c = compressed.shape[1:3]
     dots = _dot(group_queries(q, k) * scale, compressed)
     seen = _seen(visible, c)[:, :, None]
-    s = jnp.where(seen, dots.reshape(b, k, -1, t, c), MASKED)
+    s = jnp.where(seen, dots.reshape(b, k, n // k, t, c), MASKED)
     largest = jnp.max(s, axis=-1, keepdims=True, initial=MASKED)
     weights = jnp.where(seen, jnp.exp(s - largest), 0.0)
     total = weights.sum(axis=-1, keepdims=True)

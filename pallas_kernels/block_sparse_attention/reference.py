@@ -56,7 +56,7 @@ def _attend_chunk(
     tile: int,
 ) -> tuple[Array, Array]:
     """Online softmax over the tiles, for one chunk of query tokens."""
-    b, t, _, h = q.shape
+    b, t, n, h = q.shape
     k, m, _, p = kv.shape[1:5]
     queries = group_queries(q, k) * scale
     rows = queries.shape[2]
@@ -74,7 +74,7 @@ def _attend_chunk(
             part = lax.dynamic_slice_in_dim(kv, start, tile, axis=2).astype(jnp.float32)
             keys = part[:, :, :, 0].reshape(b, k, tile * p, h)
             values = part[:, :, :, 1].reshape(b, k, tile * p, h)
-            s = jnp.einsum("bkth,bksh->bkts", queries, keys).reshape(b, k, -1, t, tile, p)
+            s = jnp.einsum("bkth,bksh->bkts", queries, keys).reshape(b, k, n // k, t, tile, p)
             if key_bias is not None:
                 bias = lax.dynamic_slice_in_dim(key_bias, start, tile, axis=2)
                 s = s + bias.astype(jnp.float32)[:, :, None, None]
