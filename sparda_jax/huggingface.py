@@ -36,6 +36,8 @@ _IGNORED = frozenset(
     }
 )
 _ORIGINAL = "original_max_position_embeddings"
+_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_LONGROPE_FIELDS = ("short_factor", "long_factor", _ORIGINAL)
 # A selection policy, not a property of the weights: it is `SparseConfig` that decides here.
 _POLICY = frozenset({"sparse_config"})
 # Fields that would change the computation: only the value that this decoder computes is accepted.
@@ -198,23 +200,22 @@ def _rope_config(config: Mapping[str, Any], family: str, head_dim: int) -> RopeC
     scaling.pop("type", None)
     if kind is None and scaling:
         raise ValueError(f"model config: rope scaling without a rope_type: {scaling}")
-    common = {"head_dim": head_dim, "theta": float(theta)}
+    common: dict[str, Any] = {"head_dim": head_dim, "theta": float(theta)}
     if kind in (None, "default"):
         return _build_rope(common, scaling, ())
     if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
-        return _build_rope(common | {"kind": kind}, scaling, names)
+        common |= {"kind": kind}
+        return _build_rope(common, scaling, _LLAMA3_FIELDS)
     if kind == "longrope":
         factor = scaling.pop("attention_factor", None)
         # `factor` restates max_position_embeddings / original_max_position_embeddings.
         stated = scaling.pop("factor", None)
-        names = ("short_factor", "long_factor", _ORIGINAL)
         original = _integer(scaling, _ORIGINAL)
         ratio = _integer(config, "max_position_embeddings") / original
         if factor is None:
             factor = _longrope_attention_factor(ratio if stated is None else stated, original)
         common |= {"kind": kind, "attention_factor": float(factor)}
-        return _build_rope(common, scaling, names)
+        return _build_rope(common, scaling, _LONGROPE_FIELDS)
     raise NotImplementedError(
         f"rope type {kind!r} is not supported, only default, llama3 and longrope"
     )
@@ -225,12 +226,16 @@ def _longrope_attention_factor(ratio: float, original: int) -> float:
     return math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
 
 
-def _build_rope(common: dict[str, Any], scaling: dict[str, Any], names: Any) -> RopeConfig:
+def _build_rope(
+    common: dict[str, Any], scaling: dict[str, Any], names: tuple[str, ...]
+) -> RopeConfig:
     for name in names:
         if scaling.get(name) is None:
             raise ValueError(f"model config: rope {name} is missing")
     for name, value in scaling.items():
         if name not in names and value is not None:
             raise NotImplementedError(f"model config: rope {name} = {value!r} is not supported")
-    values = {n: tuple(v) if isinstance(v := scaling[n], list) else v for n in names}
-    return RopeConfig(**common, **values)
+    for name in names:
+        value = scaling[name]
+        common[name] = tuple(value) if isinstance(value, list) else value
+    return RopeConfig(**common)

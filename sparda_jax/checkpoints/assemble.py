@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from sparda_jax.checkpoints.names import (
     Path,
@@ -76,7 +77,7 @@ def assemble(
     config: ModelConfig,
     tensors: Iterable[tuple[str, np.ndarray]],
     *,
-    dtype: object = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     check_finite: bool = True,
 ) -> Decoder:
     """A decoder from (published name, array as stored) pairs, consumed one by one.

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from sparda_jax.assets import fetch_default_model
 from sparda_jax.checkpoints.assemble import TensorHeader, assemble, check_headers
@@ -23,7 +24,7 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 def load_pretrained(
     model: str | Path = "default",
     *,
-    dtype: object = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     cache_dir: str | Path | None = None,
     check_finite: bool = True,
 ) -> tuple[Decoder, Tokenizer | None]:
@@ -95,7 +96,7 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
-def _load_gguf(path: Path, dtype: object, check_finite: bool) -> tuple[Decoder, Tokenizer]:
+def _load_gguf(path: Path, dtype: DTypeLike, check_finite: bool) -> tuple[Decoder, Tokenizer]:
     checkpoint = read_gguf(path)
     config = ModelConfig.from_huggingface(checkpoint.config)
     # Before anything is dequantised; what arrives is always float32.

@@ -7,6 +7,7 @@ transposed, and nothing else is.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 # `#` stands for the layer number.
 _TABLE = {
@@ -31,7 +32,8 @@ _INVERSE = {ours: theirs for theirs, ours in _TABLE.items()}
 # Buffers that old checkpoints carry along; they are recomputed from the config.
 _BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
-Path = tuple[str | int, ...]
+# flax's own spelling of a path is not typed more closely.
+Path = tuple[Any, ...]
 
 
 def nnx_path(name: str) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from sparda_jax.checkpoints.assemble import (
@@ -26,7 +27,7 @@ _DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def load_safetensors(
-    directory: str | Path, *, dtype: object = jnp.float32, check_finite: bool = True
+    directory: str | Path, *, dtype: DTypeLike = jnp.float32, check_finite: bool = True
 ) -> Decoder:
     """Reads a checkpoint folder.
 

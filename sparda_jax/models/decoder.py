@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.models.layers import MLP, Linear, RMSNorm
@@ -37,7 +39,7 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         size, eps = config.hidden_size, config.rms_norm_eps
         wide, narrow = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        make = {"dtype": dtype, "rngs": rngs}
+        make: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.config = config
         self.attention_norm = RMSNorm(size, eps, dtype=dtype)
         self.q = Linear(size, wide, bias=config.qkv_bias, **make)
@@ -106,7 +108,9 @@ class Decoder(nnx.Module):
         )
 
     @classmethod
-    def random(cls, config: ModelConfig, *, seed: int = 0, dtype: object = jnp.float32) -> Decoder:
+    def random(
+        cls, config: ModelConfig, *, seed: int = 0, dtype: DTypeLike = jnp.float32
+    ) -> Decoder:
         """A model with random weights of unit gain, for tests and benchmarks."""
         return cls(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
 

@@ -5,6 +5,8 @@ Thin: positions and lengths become the operands of `pallas_kernels.block_selecti
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax.numpy as jnp
 
 from pallas_kernels.block_selection import Selection, select_blocks_multi_head
@@ -130,4 +132,4 @@ def sparse_attention(
     # Of the filled-up keys: windows that reach past a query are invisible to it in any case.
     compressed = compress_keys(kv[:, :, :, 0].reshape(*kv.shape[:2], -1, k.shape[-1]), geometry)
     selection = select_prefill(q, compressed, positions, lengths, sparse, num_blocks=kv.shape[2])
-    return block_sparse_attention(q, kv, selection.ids, positions)
+    return cast(Array, block_sparse_attention(q, kv, selection.ids, positions))
