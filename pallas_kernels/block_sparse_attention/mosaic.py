@@ -9,7 +9,7 @@ nothing per element.  Element masks are used only for blocks that lie partly in 
 future.  The softmax is the online one; the two consumers alternate on the tensor cores
 (FlashAttention-3).
 
-Not yet run on a GPU.
+Ran on an H200 (jax 0.11.2): right on all shapes tried, bit-identical when repeated.
 """
 
 import dataclasses
