@@ -1,0 +1,176 @@
+"""Block selection for one query token per request, with Mosaic GPU kernels.
+
+Scores by a kernel that reads the compressed keys once; pooling to blocks, forced blocks and
+the softmax's normalisation by XLA (small arrays, one or two fused loops); top-k by a kernel.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels.block_selection import mosaic_scores, mosaic_top_k
+from pallas_kernels.block_selection.reference import Selection, pool_scores
+from pallas_kernels.block_selection.tuning import forecast_launch, multi_head_launch
+from pallas_kernels.geometry import BlockGeometry
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_HEAD_DIMS = (64, 128)
+
+
+def select_blocks_forecast(
+    forecast: Float[Array, "B 1 K H"],
+    compressed: Float[Array, "B K C H"],
+    query_block: Int32[Array, "B 1"],
+    visible: Int32[Array, "B 1"],
+    *,
+    num_blocks: int,
+    geometry: BlockGeometry,
+    init_blocks: int,
+    local_blocks: int,
+    budget: int,
+    width: int,
+    dense: Bool[Array, " B"] | None,
+    mask_future: bool,
+) -> Selection:
+    """See ``pallas_kernels.block_selection.select_blocks_forecast``; one query token.
+
+    Raises:
+        NotImplementedError: H not 64 or 128; keys not bfloat16 or float16, or of another dtype
+            than the queries; more than 8192 blocks; ``mask_future=False``.
+    """
+    b, k, c, h = compressed.shape
+    _check(forecast, compressed, num_blocks, mask_future)
+    compressed = _at_least_one_tile(compressed)
+    launch = forecast_launch(b * k * -(-c // mosaic_scores.TILE))
+    kernel = mosaic_scores.forecast_scores(
+        b, k, compressed.shape[2], h, compressed.dtype, ctas=launch.ctas, stages=launch.stages
+    )
+    scores = kernel(forecast[:, 0], compressed, visible[:, 0])
+    seen = lax.broadcasted_iota(jnp.int32, scores.shape, 2) < visible[:, :, None]
+    scores = jnp.where(seen, scores, -jnp.inf)[..., :c]
+    return _choose(
+        scores, query_block, num_blocks, geometry, init_blocks, local_blocks, budget, width, dense
+    )
+
+
+def select_blocks_multi_head(
+    q: Float[Array, "B 1 N H"],
+    compressed: Float[Array, "B K C H"],
+    query_block: Int32[Array, "B 1"],
+    visible: Int32[Array, "B 1"],
+    *,
+    num_blocks: int,
+    geometry: BlockGeometry,
+    init_blocks: int,
+    local_blocks: int,
+    budget: int,
+    width: int,
+    dense: Bool[Array, " B"] | None,
+    mask_future: bool,
+    scale: float,
+) -> Selection:
+    """See ``pallas_kernels.block_selection.select_blocks_multi_head``; one query token.
+
+    Raises:
+        NotImplementedError: as ``select_blocks_forecast``; also more than 64 heads a group, or
+            C above 64 and no multiple of 8 (the capacity is yours to round up).
+    """
+    b, k, c, h = compressed.shape
+    _check(q, compressed, num_blocks, mask_future)
+    group = q.shape[2] // k
+    if group > 64:
+        raise NotImplementedError(f"{group} query heads per KV head exceed 64")
+    if c % 8 and c > mosaic_scores.TILE:
+        raise NotImplementedError(f"a capacity of {c} compressed keys is no multiple of 8")
+    compressed = _at_least_one_tile(compressed)
+    padded = -(-group // 8) * 8
+    heads = jnp.pad(q.reshape(b, k, group, h), ((0, 0), (0, 0), (0, padded - group), (0, 0)))
+    launch = multi_head_launch(b * k, -(-c // mosaic_scores.TILE))
+    kernel = mosaic_scores.multi_head_scores(
+        b,
+        k,
+        compressed.shape[2],
+        h,
+        padded,
+        compressed.dtype,
+        chunks=launch.ctas,
+        stages=launch.stages,
+        scale=scale,
+    )
+    scores, maxima, sums = kernel(heads, compressed, visible[:, 0])
+    mass = _softmax_mass(scores, maxima, sums, group)
+    seen = lax.broadcasted_iota(jnp.int32, mass.shape, 2) < visible[:, :, None]
+    mass = jnp.where(seen, mass, 0.0)[..., :c]
+    return _choose(
+        mass, query_block, num_blocks, geometry, init_blocks, local_blocks, budget, width, dense
+    )
+
+
+def _check(queries: Array, compressed: Array, num_blocks: int, mask_future: bool) -> None:
+    if queries.shape[1] != 1:
+        raise NotImplementedError(f"the decode kernel takes 1 query token, got {queries.shape[1]}")
+    if compressed.shape[3] not in _HEAD_DIMS:
+        raise NotImplementedError(f"head dim {compressed.shape[3]} is not one of {_HEAD_DIMS}")
+    if compressed.dtype not in _DTYPES or queries.dtype != compressed.dtype:
+        raise NotImplementedError(
+            f"queries {queries.dtype} and keys {compressed.dtype} are not both bfloat16 or float16"
+        )
+    if compressed.shape[2] == 0:
+        raise NotImplementedError("a capacity of 0 compressed keys")
+    if num_blocks > mosaic_top_k.MAX_BLOCKS:
+        raise NotImplementedError(f"{num_blocks} blocks exceed {mosaic_top_k.MAX_BLOCKS}")
+    if not mask_future:
+        raise NotImplementedError("mask_future=False, which exists for parity tests only")
+
+
+def _at_least_one_tile(compressed: Array) -> Array:
+    """A copy needs a whole tile to read; pads the few keys of a short capacity."""
+    missing = mosaic_scores.TILE - compressed.shape[2]
+    if missing <= 0:
+        return compressed
+    return jnp.pad(compressed, ((0, 0), (0, 0), (0, missing), (0, 0)))
+
+
+def _softmax_mass(scores: Array, maxima: Array, sums: Array, group: int) -> Float32[Array, "B K C"]:
+    """Softmax per head over the keys, summed over the heads of a group."""
+    largest = maxima.max(axis=(2, 3))
+    total = (sums * jnp.exp2(maxima - largest[:, :, None, None])).sum(axis=(2, 3))
+    log_total = jnp.where(total > 0, largest + jnp.log2(total), jnp.inf)
+    weights = jnp.exp2(scores - log_total[:, :, None])
+    # Padding heads would add a uniform softmax.
+    real = lax.broadcasted_iota(jnp.int32, weights.shape, 3) < group
+    return jnp.where(real, weights, 0.0).sum(axis=3)
+
+
+def _choose(
+    scores: Float32[Array, "B K C"],
+    query_block: Int32[Array, "B 1"],
+    num_blocks: int,
+    geometry: BlockGeometry,
+    init_blocks: int,
+    local_blocks: int,
+    budget: int,
+    width: int,
+    dense: Bool[Array, " B"] | None,
+) -> Selection:
+    """Pools to blocks, forces blocks in, and keeps the best."""
+    b, k = scores.shape[:2]
+    pooled = pool_scores(scores[:, :, None], num_blocks=num_blocks, geometry=geometry)[:, :, 0]
+    block = lax.broadcasted_iota(jnp.int32, (1, 1, num_blocks), 2)
+    own = query_block[:, :, None]
+    forced = (block < init_blocks) | ((block >= own - local_blocks) & (block <= own))
+    limit = jnp.full((b,), budget, jnp.int32)
+    if dense is not None:
+        forced |= dense[:, None, None]
+        limit = jnp.where(dense, width, budget)
+    keys = mosaic_top_k.sortable(jnp.where(forced, jnp.inf, pooled))
+    keys = jnp.where(block <= own, keys, mosaic_top_k.NEVER)
+    blocks = -(-num_blocks // mosaic_top_k.CHUNK) * mosaic_top_k.CHUNK
+    keys = jnp.pad(
+        keys, ((0, 0), (0, 0), (0, blocks - num_blocks)), constant_values=mosaic_top_k.NEVER
+    )
+    padded_width = -(-width // 128) * 128
+    select = mosaic_top_k.top_k(b * k, blocks, padded_width)
+    ids, count = select(keys.reshape(b * k, blocks), jnp.repeat(limit, k))
+    ids = ids[:, :width].reshape(b, k, 1, width)
+    return Selection(ids=ids, count=count.reshape(b, k, 1))
