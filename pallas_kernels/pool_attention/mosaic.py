@@ -1,0 +1,172 @@
+"""Pool attention by Mosaic GPU kernels for Hopper."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels import interpret
+from pallas_kernels.pool_attention import mosaic_block, mosaic_rows, mosaic_tiles
+from pallas_kernels.pool_attention.tuning import SHARED_BYTES, RowsConfig, splits_for
+
+_BLOCK_SIZES = (16, 32, 64, 128)
+_HEAD_DIMS = (64, 128)
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_MAX_STAGES = 4
+
+
+def pool_attention(
+    q: Float[Array, "B T N H"],
+    slots: Float[Array, "B K Z 2 P H"],
+    slot_ids: Int32[Array, "B K R"],
+    tail: Float[Array, "B K 2 E H"],
+    tail_mask: Bool[Array, "B T E"],
+    *,
+    slot_bias: Float[Array, "B K Z P"] | None,
+    tail_bias: Float[Array, "B K E"] | None,
+    scale: float,
+    return_lse: bool,
+    config: RowsConfig | None = None,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """See ``pool_attention.api.pool_attention``; ``config`` overrides the launch for few rows.
+
+    Raises:
+        NotImplementedError: P, H or dtype that the kernels do not serve.
+    """
+    _check(q, slots, tail)
+    t = q.shape[1]
+    queries = _group(q, slots.shape[1])
+    rows = queries.shape[2]
+    few = rows <= mosaic_tiles.ROWS
+    multiple = 8 if few else mosaic_block.BLOCK_ROWS
+    queries = _pad(queries, 2, multiple)
+    if slot_ids.shape[2] == 0:
+        slot_ids = jnp.full((*slot_ids.shape[:2], 1), -1, jnp.int32)
+    shape = mosaic_tiles.Shape(
+        batch=q.shape[0],
+        heads=slots.shape[1],
+        rows=queries.shape[2],
+        head_dim=q.shape[3],
+        block_size=slots.shape[4],
+        selected=slot_ids.shape[2],
+        tail=0,
+        dtype=slots.dtype,
+        slot_bias=slot_bias is not None,
+        row_mask=t > 1 and tail.shape[3] > 0,
+    )
+    tail, columns, row_bias = _tail_operands(shape, tail, tail_mask, tail_bias, rows // t)
+    shape = dataclasses.replace(shape, tail=tail.shape[3])
+    operands = [queries, slots, slot_ids, tail, columns]
+    if shape.row_mask:
+        operands.append(row_bias)
+    if slot_bias is not None:
+        operands.append(slot_bias.astype(jnp.float32))
+    run = _attend_few if few else _attend_many
+    out, lse = run(shape, operands, scale, config)
+    out = _ungroup(out[:, :, :rows], t).astype(q.dtype)
+    return (out, _ungroup(lse[:, :, :rows], t)) if return_lse else out
+
+
+def _check(q: Array, slots: Array, tail: Array) -> None:
+    if slots.shape[4] not in _BLOCK_SIZES:
+        raise NotImplementedError(f"blocks of {slots.shape[4]} tokens, not one of {_BLOCK_SIZES}")
+    if slots.shape[5] not in _HEAD_DIMS:
+        raise NotImplementedError(f"head dim {slots.shape[5]} is not one of {_HEAD_DIMS}")
+    if slots.dtype not in _DTYPES:
+        raise NotImplementedError(f"slots of {slots.dtype}, not bfloat16 or float16")
+    if q.dtype != slots.dtype or tail.dtype != slots.dtype:
+        raise NotImplementedError(
+            f"queries {q.dtype} and tail {tail.dtype} must have the dtype of the slots, {slots.dtype}"
+        )
+
+
+def _attend_few(
+    shape: mosaic_tiles.Shape, operands: list[Array], scale: float, config: RowsConfig | None
+) -> tuple[Array, Array]:
+    """At most 64 rows: partial results of the splits, merged by XLA if there are several."""
+    splits = config.splits if config else splits_for(shape.batch * shape.heads, shape.steps)
+    out_dtype = shape.dtype if splits == 1 else jnp.float32
+    stages = config.stages if config else _MAX_STAGES
+    while mosaic_rows.shared_bytes(shape, stages, out_dtype) > SHARED_BYTES and stages > 1:
+        stages -= 1
+    kernel = mosaic_rows.build(
+        shape,
+        splits=splits,
+        stages=stages,
+        scale=scale,
+        out_dtype=out_dtype,
+        stage_weights=interpret.is_active(),
+    )
+    out, lse = kernel(*operands)
+    lse = lse[..., : shape.rows]
+    return (out[0], lse[0]) if splits == 1 else _merge(out, lse)
+
+
+def _attend_many(
+    shape: mosaic_tiles.Shape, operands: list[Array], scale: float, config: RowsConfig | None
+) -> tuple[Array, Array]:
+    """More than 64 rows."""
+    stages = config.stages if config else _MAX_STAGES
+    while mosaic_block.shared_bytes(shape, stages) > SHARED_BYTES and stages > 1:
+        stages -= 1
+    kernel = mosaic_block.build(
+        shape, stages=stages, scale=scale, stage_weights=interpret.is_active()
+    )
+    return kernel(*operands)
+
+
+def _merge(out: Float32[Array, "S *R H"], lse: Float32[Array, "S *R"]) -> tuple[Array, Array]:
+    """Softmax results over disjoint sets of tokens, merged by their log-sum-exp."""
+    largest = lse.max(axis=0)
+    # Where nothing was seen at all the difference would be that of two infinities.
+    weights = jnp.exp(lse - jnp.where(largest > -jnp.inf, largest, 0.0))
+    total = weights.sum(axis=0)
+    merged = (out * weights[..., None]).sum(axis=0)
+    merged = merged / jnp.where(total > 0, total, 1.0)[..., None]
+    return merged, jnp.where(total > 0, largest + jnp.log(total), -jnp.inf)
+
+
+def _group(q: Float[Array, "B T N H"], heads: int) -> Float[Array, "B K TG H"]:
+    b, t, n, h = q.shape
+    if t == 1:
+        return q.reshape(b, heads, n // heads, h)
+    return jnp.moveaxis(q.reshape(b, t, heads, n // heads, h), 2, 1).reshape(b, heads, -1, h)
+
+
+def _ungroup(rows: Float[Array, "B K TG *H"], t: int) -> Float[Array, "B T N *H"]:
+    b, k, tg = rows.shape[:3]
+    rows = jnp.moveaxis(rows.reshape(b, k, t, tg // t, *rows.shape[3:]), 1, 2)
+    return rows.reshape(b, t, k * (tg // t), *rows.shape[4:])
+
+
+def _pad(array: Array, axis: int, multiple: int, value: float = 0) -> Array:
+    missing = -array.shape[axis] % multiple
+    if not missing:
+        return array
+    widths = [(0, missing if i == axis else 0) for i in range(array.ndim)]
+    return jnp.pad(array, widths, constant_values=value)
+
+
+def _tail_operands(
+    shape: mosaic_tiles.Shape,
+    tail: Float[Array, "B K 2 E H"],
+    tail_mask: Bool[Array, "B T E"],
+    tail_bias: Float[Array, "B K E"] | None,
+    group: int,
+) -> tuple[Array, Array, Array | None]:
+    """The tail in whole tiles, additive bias per token (-inf where no row sees it), and per row."""
+    tokens = shape.tile_tokens
+    hidden = jnp.where(tail_mask, jnp.float32(0), -jnp.inf)
+    columns = hidden.max(axis=1)[:, None]
+    rows = None
+    if tail_bias is not None:
+        columns = columns + tail_bias.astype(jnp.float32)
+    if shape.row_mask:
+        # The bias per token is in `columns` already; the rows only hide.
+        rows = jnp.repeat(hidden, group, axis=1)[:, None]
+        rows = _pad(_pad(rows, 2, shape.rows), 3, tokens, -jnp.inf)
+    if tail.shape[3] == 0:
+        # Operands of size zero do not lower; nothing reads this one.
+        tail = jnp.zeros((*tail.shape[:3], 0, tail.shape[4]), tail.dtype)
+    return _pad(tail, 3, tokens), _pad(columns, 2, tokens, -jnp.inf), rows

@@ -1,0 +1,283 @@
+"""What the two pool-attention kernels share: shapes, loads of one tile, one softmax step.
+
+A tile is TOK = max(64, P) tokens: the slots of one step, or a stretch of the tail.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+LOG2E = math.log2(math.e)
+# Rows of one wgmma.
+ROWS = 64
+# Running maxima start here and not at -inf, so that no difference of infinities arises.
+LOWEST = -1e30
+
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+# Running output [64, H], maximum [64] (of scores times log2 e), and sum [64].
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def swizzled(dtype: jnp.dtype) -> tuple[Any, ...]:
+    """Shared-memory layout of wgmma operands, 128 bytes per swizzled row."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one call; the letters are those of ``pool_attention``.
+
+    Attributes:
+        rows: query rows per KV head, T*G padded as the kernel wants them.
+        tail: tail tokens, a multiple of ``tile_tokens``.
+        slot_bias: whether there is a bias per slot token.
+        row_mask: whether every query row has its own tail mask.
+    """
+
+    batch: int
+    heads: int
+    rows: int
+    head_dim: int
+    block_size: int
+    selected: int
+    tail: int
+    dtype: jnp.dtype
+    slot_bias: bool
+    row_mask: bool
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of one tile, TOK."""
+        return max(64, self.block_size)
+
+    @property
+    def slots_per_tile(self) -> int:
+        """Slots read in one step."""
+        return self.tile_tokens // self.block_size
+
+    @property
+    def steps(self) -> int:
+        """Tiles that hold the named slots."""
+        return -(-self.selected // self.slots_per_tile)
+
+    @property
+    def tail_tiles(self) -> int:
+        """Tiles that hold the tail."""
+        return self.tail // self.tile_tokens
+
+    @property
+    def slot_copies(self) -> int:
+        """Copies behind the barrier of a tile of slots."""
+        return (3 if self.slot_bias else 2) * self.slots_per_tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """References to the operands in global memory, seen from one (request, KV head)."""
+
+    slots: Any
+    slot_ids: Any
+    tail: Any
+    tail_columns: Any
+    tail_rows: Any
+    slot_bias: Any
+
+
+def select(
+    batch: jax.Array,
+    head: jax.Array,
+    slots: Any,
+    slot_ids: Any,
+    tail: Any,
+    tail_columns: Any,
+    tail_rows: Any,
+    slot_bias: Any,
+) -> Operands:
+    """The operands of one (request, KV head); biases may be shared by the heads."""
+    bias_head = head if tail_columns.shape[1] > 1 else jnp.int32(0)
+    return Operands(
+        slots=slots.at[batch, head],
+        slot_ids=slot_ids.at[batch, head],
+        tail=tail.at[batch, head],
+        tail_columns=tail_columns.at[batch, bias_head],
+        tail_rows=None if tail_rows is None else tail_rows.at[batch, bias_head],
+        slot_bias=None if slot_bias is None else slot_bias.at[batch, head],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Tiles in shared memory, one of each per stage: keys, values, additive bias per token."""
+
+    keys: Any
+    values: Any
+    columns: Any
+    landed: Any
+    tail_landed: Any
+
+
+def step_slots(shape: Shape, operands: Operands, step: jax.Array) -> list[jax.Array]:
+    """Slot ids of one step; -1 for none, also past the end of the list."""
+    n, r = shape.slots_per_tile, shape.selected
+    ids = []
+    for i in range(n):
+        index = step * n + i
+        if r % n:
+            slot = operands.slot_ids[lax.min(index, r - 1)]
+            ids.append(jnp.where(index < r, slot, jnp.int32(-1)))
+        else:
+            ids.append(operands.slot_ids[index])
+    return ids
+
+
+def load_slots(
+    shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, step: jax.Array
+) -> None:
+    """Starts the copies of the slots of one step; nothing if none is named."""
+    ids = step_slots(shape, operands, step)
+    largest = functools.reduce(lax.max, ids)
+
+    @pl.when(largest >= 0)
+    def _load() -> None:
+        for i, slot in enumerate(ids):
+            # A missing slot is masked, but must hold finite values: take another one's.
+            slot = jnp.where(slot >= 0, slot, largest) if len(ids) > 1 else slot
+            at = pl.ds(i * shape.block_size, shape.block_size)
+            barrier = ring.landed.at[stage]
+            plgpu.copy_gmem_to_smem(operands.slots.at[slot, 0], ring.keys.at[stage, at], barrier)
+            plgpu.copy_gmem_to_smem(operands.slots.at[slot, 1], ring.values.at[stage, at], barrier)
+            if shape.slot_bias:
+                plgpu.copy_gmem_to_smem(
+                    operands.slot_bias.at[slot], ring.columns.at[stage, at], barrier
+                )
+
+
+def load_tail(
+    shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, tile: jax.Array
+) -> None:
+    """Starts the copies of one tile of the tail."""
+    at = pl.ds(pl.multiple_of(tile * shape.tile_tokens, shape.tile_tokens), shape.tile_tokens)
+    barrier = ring.tail_landed.at[stage]
+    plgpu.copy_gmem_to_smem(operands.tail.at[0, at], ring.keys.at[stage], barrier)
+    plgpu.copy_gmem_to_smem(operands.tail.at[1, at], ring.values.at[stage], barrier)
+    plgpu.copy_gmem_to_smem(operands.tail_columns.at[at], ring.columns.at[stage], barrier)
+
+
+def slot_columns(
+    shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, step: jax.Array
+) -> jax.Array | None:
+    """Additive bias per token of a tile of slots, -inf for slots not named; None if none."""
+    bias = plgpu.load(ring.columns.at[stage], layout=BY_COLUMN) if shape.slot_bias else None
+    if shape.slots_per_tile == 1:
+        return bias
+    token = plgpu.layout_cast(lax.iota(jnp.int32, shape.tile_tokens), BY_COLUMN)
+    columns = jnp.zeros_like(token, dtype=jnp.float32) if bias is None else bias
+    p = shape.block_size
+    for i, slot in enumerate(step_slots(shape, operands, step)):
+        missing = (token >= i * p) & (token < (i + 1) * p) & (slot < 0)
+        columns = jnp.where(missing, -jnp.inf, columns)
+    return columns
+
+
+def clear_unseen_values(ring: Ring, stage: jax.Array) -> None:
+    """Zeroes values that no row sees: whatever lies there times a weight of 0 must be 0."""
+    seen = plgpu.load(ring.columns.at[stage], layout=BY_ROW) > LOWEST
+    values = plgpu.load(ring.values.at[stage], layout=plgpu.Layout.WGMMA)
+    seen = lax.broadcast_in_dim(seen, values.shape, [0])
+    ring.values[stage] = jnp.where(seen, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def initial(head_dim: int) -> Carry:
+    """The softmax over nothing."""
+    return (
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), BY_ROW),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW),
+    )
+
+
+def attend(
+    q: Any,
+    keys: Any,
+    values: Any,
+    carry: Carry,
+    *,
+    scale: float,
+    columns: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    staging: Any = None,
+) -> Carry:
+    """One tile: ``softmax(scale * q . keys + bias) . values`` added to the running softmax.
+
+    Args:
+        q: [64, H] in shared memory.
+        keys: [TOK, H] in shared memory.
+        values: [TOK, H] in shared memory.
+        carry: the state before.
+        scale: factor on the dot products.
+        columns: additive bias [TOK] shared by the rows; -inf hides a token.
+        rows: additive bias [64, TOK]; -inf hides a token from a row.
+        staging: shared memory [64, TOK] for the weights.  None keeps them in registers, which
+            the CPU simulator cannot feed to a wgmma.
+    """
+    acc, largest, total = carry
+
+    def product(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, q, keys.transpose((1, 0)))
+        return accumulator[...]
+
+    s = pl.run_scoped(product, plgpu.ACC((ROWS, keys.shape[0]), jnp.float32))
+    # Powers of two: exp2 is the hardware's instruction.
+    s = s * (scale * LOG2E)
+    if columns is not None:
+        bias = lax.broadcast_in_dim(columns, s.shape, [1])
+        # Where hidden, the key may hold anything, so that adding -inf would not do.
+        s = jnp.where(bias > LOWEST, s + bias * LOG2E, -jnp.inf)
+    if rows is not None:
+        s = jnp.where(rows > LOWEST, s + rows * LOG2E, -jnp.inf)
+    new_largest = jnp.maximum(largest, s.max(axis=1))
+    decay = jnp.exp2(largest - new_largest)
+    weights = jnp.exp2(s - lax.broadcast_in_dim(new_largest, s.shape, [0]))
+    total = total * decay + weights.sum(axis=1)
+    narrow = weights.astype(values.dtype)
+    acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+    if staging is None:
+        acc = pl.run_state(lambda ref: plgpu.wgmma(ref, narrow, values))(plgpu.ACC.init(acc))
+        return acc, new_largest, total
+    staging[...] = narrow
+    plgpu.commit_smem()
+
+    def weighted(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, staging, values)
+        return accumulator[...]
+
+    acc = acc + pl.run_scoped(weighted, plgpu.ACC(acc.shape, jnp.float32))
+    return acc, new_largest, total
+
+
+def merge(a: Carry, b: Carry) -> Carry:
+    """The softmax over both sets of tokens."""
+    largest = jnp.maximum(a[1], b[1])
+    decay_a, decay_b = jnp.exp2(a[1] - largest), jnp.exp2(b[1] - largest)
+    acc = a[0] * lax.broadcast_in_dim(decay_a, a[0].shape, [0])
+    acc += b[0] * lax.broadcast_in_dim(decay_b, a[0].shape, [0])
+    return acc, largest, a[2] * decay_a + b[2] * decay_b
+
+
+def finish(carry: Carry) -> tuple[jax.Array, jax.Array]:
+    """Output rows, zero where a row saw nothing, and their natural log-sum-exp, -inf there."""
+    acc, largest, total = carry
+    inverse = jnp.where(total > 0, 1.0 / total, 0.0)
+    lse = jnp.where(total > 0, (largest + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
+    return acc * lax.broadcast_in_dim(inverse, acc.shape, [0]), lse
