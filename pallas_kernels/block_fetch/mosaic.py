@@ -101,9 +101,7 @@ def _check_ring(pool: Array, config: FetchConfig) -> None:
         )
 
 
-def _ring_fetch(
-    run: tuple[int, ...], dtype: jnp.dtype, config: FetchConfig
-) -> Callable[..., None]:
+def _ring_fetch(run: tuple[int, ...], dtype: jnp.dtype, config: FetchConfig) -> Callable[..., None]:
     """Kernel (pool, source, target, count, slots_ref): bulk copies through shared memory."""
     ctas, stages, group = config.ctas, config.stages, config.group
 
@@ -195,9 +193,7 @@ def _register_fetch(run: tuple[int, ...], dtype: jnp.dtype, max_runs: int) -> Ca
     )
 
 
-def _ring_write(
-    run: tuple[int, ...], dtype: jnp.dtype, config: FetchConfig
-) -> Callable[..., None]:
+def _ring_write(run: tuple[int, ...], dtype: jnp.dtype, config: FetchConfig) -> Callable[..., None]:
     """Kernel (blocks, target, pool_ref): bulk copies of the blocks that have a target."""
     ctas, stages = config.ctas, config.stages
 

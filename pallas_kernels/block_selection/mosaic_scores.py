@@ -57,9 +57,7 @@ def forecast_scores(
                         key_tiles.at[stage],
                         landed.at[stage],
                     )
-                    plgpu.copy_gmem_to_smem(
-                        forecast.at[b, k], vectors.at[stage], landed.at[stage]
-                    )
+                    plgpu.copy_gmem_to_smem(forecast.at[b, k], vectors.at[stage], landed.at[stage])
 
         for step in range(stages):
             load(jnp.int32(step))
@@ -130,8 +128,8 @@ def multi_head_scores(
 
     Returns:
         Function (q [B,K,group,H], compressed [B,K,C,H], visible [B]) to
-        (scores * log2 e [B,K,ceil(C/64)*64,group], -inf where invisible in the last visible tile and
-        undefined after it; running maxima and sums of 2^(score - maximum)
+        (scores * log2 e [B,K,ceil(C/64)*64,group], -inf where invisible in the last visible tile
+        and undefined after it; running maxima and sums of 2^(score - maximum)
         [B,K,chunks,64,group], to be merged over the chunks and the 64 rows).
     """
     tiles = -(-keys // TILE)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import interpret
@@ -77,7 +76,7 @@ def _check(q: Array, slots: Array, tail: Array) -> None:
         raise NotImplementedError(f"slots of {slots.dtype}, not bfloat16 or float16")
     if q.dtype != slots.dtype or tail.dtype != slots.dtype:
         raise NotImplementedError(
-            f"queries {q.dtype} and tail {tail.dtype} must have the dtype of the slots, {slots.dtype}"
+            f"queries {q.dtype} and tail {tail.dtype} differ from the slots' dtype {slots.dtype}"
         )
 
 

@@ -87,7 +87,7 @@ def build(
                 q.at[batch, head, pl.ds(first, tiles.ROWS)], q_tile, q_landed.at[wg]
             )
             plgpu.barrier_wait(q_landed.at[wg])
-            attend = dict(scale=scale, staging=staging[0].at[wg] if staging else None)
+            attend = {"scale": scale, "staging": staging[0].at[wg] if staging else None}
 
             def slot_step(j, carry):
                 stage = lax.rem(j, stages)
@@ -95,8 +95,12 @@ def build(
                 def attend_slots(*carry):
                     plgpu.barrier_wait(landed.at[stage])
                     return tiles.attend(
-                        q_tile, keys.at[stage], values.at[stage], carry,
-                        columns=tiles.slot_columns(shape, operands, ring, stage, j), **attend,
+                        q_tile,
+                        keys.at[stage],
+                        values.at[stage],
+                        carry,
+                        columns=tiles.slot_columns(shape, operands, ring, stage, j),
+                        **attend,
                     )
 
                 carry = lax.cond(named(j), attend_slots, lambda *carry: carry, *carry)
@@ -123,9 +127,13 @@ def build(
                         optimized=False,
                     )
                 carry = tiles.attend(
-                    q_tile, keys.at[stage], values.at[stage], carry,
+                    q_tile,
+                    keys.at[stage],
+                    values.at[stage],
+                    carry,
                     columns=plgpu.load(columns.at[stage], layout=tiles.BY_COLUMN),
-                    rows=rows, **attend,
+                    rows=rows,
+                    **attend,
                 )
                 plgpu.barrier_arrive(consumed.at[stage])
                 return carry
@@ -139,9 +147,7 @@ def build(
             row_lse[wg] = result_lse
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, out.at[batch, head, pl.ds(first, tiles.ROWS)])
-            plgpu.copy_smem_to_gmem(
-                row_lse.at[wg], lse.at[batch, head, pl.ds(first, tiles.ROWS)]
-            )
+            plgpu.copy_smem_to_gmem(row_lse.at[wg], lse.at[batch, head, pl.ds(first, tiles.ROWS)])
             plgpu.wait_smem_to_gmem(0)
 
     rows = (shape.batch, shape.heads, shape.rows)

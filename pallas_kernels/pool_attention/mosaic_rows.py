@@ -60,7 +60,10 @@ def build(
         )
         first = wg * stages
         ring = tiles.Ring(
-            keys.at[wg], values.at[wg], columns.at[wg], _Offset(landed, first),
+            keys.at[wg],
+            values.at[wg],
+            columns.at[wg],
+            _Offset(landed, first),
             _Offset(tail_landed, first),
         )
         stage_to = staging[0].at[wg] if staging else None
@@ -84,9 +87,7 @@ def build(
 
         @pl.when(wg == 0)
         def _load_q():
-            plgpu.copy_gmem_to_smem(
-                q.at[batch, head], q_tile.at[pl.ds(0, shape.rows)], q_landed
-            )
+            plgpu.copy_gmem_to_smem(q.at[batch, head], q_tile.at[pl.ds(0, shape.rows)], q_landed)
 
         for j in range(stages):
             load(jnp.int32(j))
@@ -98,7 +99,11 @@ def build(
             def attend(*carry):
                 plgpu.barrier_wait(ring.landed.at[stage])
                 return tiles.attend(
-                    q_tile, ring.keys.at[stage], ring.values.at[stage], carry, scale=scale,
+                    q_tile,
+                    ring.keys.at[stage],
+                    ring.values.at[stage],
+                    carry,
+                    scale=scale,
                     columns=tiles.slot_columns(shape, operands, ring, stage, step),
                     staging=stage_to,
                 )
@@ -121,9 +126,14 @@ def build(
                     operands.tail_rows.at[:, at], layout=plgpu.Layout.WGMMA, optimized=False
                 )
             carry = tiles.attend(
-                q_tile, ring.keys.at[stage], ring.values.at[stage], carry, scale=scale,
+                q_tile,
+                ring.keys.at[stage],
+                ring.values.at[stage],
+                carry,
+                scale=scale,
                 columns=plgpu.load(ring.columns.at[stage], layout=tiles.BY_COLUMN),
-                rows=rows, staging=stage_to,
+                rows=rows,
+                staging=stage_to,
             )
             load(j + stages)
             return carry
@@ -143,16 +153,13 @@ def build(
             plgpu.barrier_wait(merged)
             layouts = (plgpu.Layout.WGMMA, tiles.BY_ROW, tiles.BY_ROW)
             theirs = tuple(
-                plgpu.load(ref, layout=layout)
-                for ref, layout in zip(other, layouts, strict=True)
+                plgpu.load(ref, layout=layout) for ref, layout in zip(other, layouts, strict=True)
             )
             result, row_lse = tiles.finish(tiles.merge(carry, theirs))
             results[0][...] = result.astype(out_dtype)
             results[1][...] = row_lse
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                results[0].at[pl.ds(0, shape.rows)], out.at[split, batch, head]
-            )
+            plgpu.copy_smem_to_gmem(results[0].at[pl.ds(0, shape.rows)], out.at[split, batch, head])
             plgpu.copy_smem_to_gmem(results[1], lse.at[split, batch, head])
             plgpu.wait_smem_to_gmem(0)
 
@@ -162,9 +169,7 @@ def build(
             jax.ShapeDtypeStruct(
                 (splits, shape.batch, shape.heads, shape.rows, shape.head_dim), out_dtype
             ),
-            jax.ShapeDtypeStruct(
-                (splits, shape.batch, shape.heads, tiles.ROWS), jnp.float32
-            ),
+            jax.ShapeDtypeStruct((splits, shape.batch, shape.heads, tiles.ROWS), jnp.float32),
         ],
         grid=(splits, shape.heads, shape.batch),
         grid_names=("split", "head", "batch"),
@@ -222,7 +227,5 @@ def _scratch(
         plgpu.Barrier(),
     ]
     if stage_weights:
-        scratch.append(
-            plgpu.SMEM((WARPGROUPS, rows, tok), dtype, transforms=tiles.swizzled(dtype))
-        )
+        scratch.append(plgpu.SMEM((WARPGROUPS, rows, tok), dtype, transforms=tiles.swizzled(dtype)))
     return scratch

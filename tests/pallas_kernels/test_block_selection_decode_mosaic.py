@@ -54,9 +54,7 @@ def test_forecast_equals_reference(lengths, head_dim, changes):
     rules = _rules(longest, **changes)
     expected = select_blocks_forecast(*args, **rules, implementation="xla")
     with interpret.simulated():
-        got = jax.block_until_ready(
-            select_blocks_forecast(*args, **rules, implementation="mosaic")
-        )
+        got = jax.block_until_ready(select_blocks_forecast(*args, **rules, implementation="mosaic"))
     np.testing.assert_array_equal(got.ids, expected.ids)
     np.testing.assert_array_equal(got.count, expected.count)
 
@@ -87,9 +85,7 @@ def test_short_capacity_is_padded():
     rules = _rules(240, local_blocks=0, budget=2)
     expected = select_blocks_forecast(*args, **rules, implementation="xla")
     with interpret.simulated():
-        got = jax.block_until_ready(
-            select_blocks_forecast(*args, **rules, implementation="mosaic")
-        )
+        got = jax.block_until_ready(select_blocks_forecast(*args, **rules, implementation="mosaic"))
     np.testing.assert_array_equal(got.ids, expected.ids)
 
 

@@ -1,0 +1,50 @@
+"""Benchmarks; ``kernels --refcheck --json results/h200/kernels.json`` writes the kernels' table."""
+
+import argparse
+import json
+import pathlib
+import shlex
+import sys
+
+from sparda_jax.evaluation import kernel_benchmarks
+
+NOTES = (
+    "Times are wall clock of a loop inside one program, divided by the calls; device buffers are "
+    "rotated so that they do not stay in L2.  of_roofline: share of the bandwidth of a large "
+    "device copy (selection, pool attention) or of 53 GB/s (fetch).  error: relative L2 error, "
+    "share of blocks chosen otherwise (selection) or of wrong elements (fetch)."
+)
+
+
+def kernels(arguments: argparse.Namespace) -> None:
+    names = [
+        name
+        for name in kernel_benchmarks.REGISTRY
+        if not arguments.only or any(part in name for part in arguments.only)
+    ]
+    session = kernel_benchmarks.Session(refcheck=arguments.refcheck)
+    rows = []
+    for row in kernel_benchmarks.run(names, session):
+        print(json.dumps(row.as_json()), flush=True)
+        rows.append(row)
+    if arguments.json:
+        command = shlex.join(["python", *sys.argv])
+        document = kernel_benchmarks.results_document(command, rows, NOTES)
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("kernels", help="the Pallas kernels, on a GPU")
+    command.add_argument("--refcheck", action="store_true", help="also compare with references")
+    command.add_argument("--json", type=pathlib.Path, help="write a results file")
+    command.add_argument("--only", nargs="*", help="benchmarks whose name contains one of these")
+    command.set_defaults(run=kernels)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Benchmarks of the kernels: a registry, and what ``scripts/benchmark.py kernels`` runs.
+
+A module of this folder registers functions with ``benchmark(name)``; importing it here makes
+it run.  See ``harness`` for timing, ``Row`` for what a benchmark yields.
+"""
+
+from sparda_jax.evaluation.kernel_benchmarks import fetch, pool, selection
+from sparda_jax.evaluation.kernel_benchmarks.harness import (
+    REGISTRY,
+    Row,
+    Session,
+    benchmark,
+    results_document,
+    run,
+)
+
+__all__ = [
+    "REGISTRY",
+    "Row",
+    "Session",
+    "benchmark",
+    "fetch",
+    "pool",
+    "results_document",
+    "run",
+    "selection",
+]

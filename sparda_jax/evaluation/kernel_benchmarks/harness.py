@@ -1,0 +1,222 @@
+"""Timing of kernels inside one program, result rows, and the registry of benchmarks."""
+
+import dataclasses
+import datetime
+import functools
+import logging
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_logger = logging.getLogger("sparda_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Time of one call, in microseconds: median, 10th and 90th percentile, repetitions."""
+
+    median: float
+    spread: tuple[float, float]
+    n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a results file (see DESIGN, section 6).
+
+    Attributes:
+        name: path of the measurement, as in "pool_attention/W1/B32".
+        timing: what was measured, already in ``unit``.
+        unit: "us", "GB/s" or "TFLOP/s".
+        better: whether lower or higher values are better.
+        target: what the issue asks for, if it does.
+        of_roofline: share of the bound named in the file's notes.
+        peers: the same work by others, in ``unit``.
+        error: relative error against the reference, with ``--refcheck``.
+    """
+
+    name: str
+    timing: Timing
+    unit: str
+    better: Literal["lower", "higher"]
+    target: float | None = None
+    of_roofline: float | None = None
+    peers: dict[str, float] | None = None
+    error: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as it stands in the results file."""
+        row: dict[str, Any] = {
+            "name": self.name,
+            "median": _rounded(self.timing.median),
+            "unit": self.unit,
+            "spread": [_rounded(value) for value in self.timing.spread],
+            "n": self.timing.n,
+            "better": self.better,
+        }
+        if self.of_roofline is not None:
+            row["of_roofline"] = round(self.of_roofline, 3)
+        if self.peers:
+            row["peers"] = {name: _rounded(value) for name, value in self.peers.items()}
+        if self.error is not None:
+            row["error"] = float(f"{self.error:.2e}")
+        if self.target is not None:
+            row["target"] = _rounded(self.target)
+            row["meets"] = (
+                self.timing.median <= self.target
+                if self.better == "lower"
+                else self.timing.median >= self.target
+            )
+        return row
+
+
+@dataclasses.dataclass
+class Session:
+    """What benchmarks share.
+
+    Attributes:
+        refcheck: compare with the reference and fill ``Row.error``.
+        repetitions: timed runs of each program.
+    """
+
+    refcheck: bool = False
+    repetitions: int = 9
+
+    @functools.cached_property
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, read plus written, of a device copy of 4 GiB."""
+        x = lax.iota(jnp.float32, 2**30)
+        negate = jax.jit(lambda x: -x)
+        timing = time_calls(lambda: negate(x), calls=1, repetitions=self.repetitions)
+        return 2 * x.nbytes / (timing.median * 1e-6)
+
+    def time(
+        self,
+        function: Callable[..., Any],
+        variants: Sequence[tuple[jax.Array, ...]],
+        *,
+        loops: int = 16,
+    ) -> tuple[Timing, list[Any]]:
+        """Time of one call of ``function``, timed in a loop inside one program.
+
+        Args:
+            function: what to time, traceable.
+            variants: arguments, used in turn; together they should exceed the L2 cache.
+            loops: rounds over the variants in one program.
+
+        Returns:
+            The timing, and the outputs for every variant.
+        """
+        program = jax.jit(functools.partial(_in_turn, function, loops))
+        outputs = jax.block_until_ready(program(variants))
+        timing = time_calls(
+            lambda: program(variants),
+            calls=loops * len(variants),
+            repetitions=self.repetitions,
+        )
+        return timing, outputs
+
+
+def _in_turn(
+    function: Callable[..., Any], loops: int, variants: Sequence[tuple[jax.Array, ...]]
+) -> list[Any]:
+    """``loops`` rounds over all variants.
+
+    The barrier makes every round depend on the one before, so that the compiler neither
+    merges the rounds nor moves the calls out of the loop; it costs nothing at run time.
+    """
+
+    def round_(_: int, outputs: list[Any]) -> list[Any]:
+        tied, _ = lax.optimization_barrier((list(variants), outputs))
+        return [function(*arguments) for arguments in tied]
+
+    first = jax.eval_shape(lambda: [function(*arguments) for arguments in variants])
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
+    return lax.fori_loop(0, loops, round_, empty)
+
+
+def time_calls(call: Callable[[], Any], *, calls: int, repetitions: int) -> Timing:
+    """Wall-clock time per call of a program that makes ``calls`` of them, warm.
+
+    Several runs of the program are queued at once, so that the host's dispatch of one hides
+    behind the one before.
+    """
+    queued = 4
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        result = None
+        for _ in range(queued):
+            result = call()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / (queued * calls) * 1e6)
+    times.sort()
+    tenth = len(times) // 10
+    return Timing(statistics.median(times), (times[tenth], times[-1 - tenth]), len(times))
+
+
+def converted(timing: Timing, amount: float) -> Timing:
+    """The timing as a rate: ``amount`` per microsecond becomes ``amount / time``."""
+    low, high = timing.spread
+    return Timing(amount / timing.median, (amount / high, amount / low), timing.n)
+
+
+REGISTRY: dict[str, Callable[[Session], Iterator[Row]]] = {}
+
+
+def benchmark(
+    name: str,
+) -> Callable[[Callable[[Session], Iterator[Row]]], Callable[[Session], Iterator[Row]]]:
+    """Registers a generator of rows under ``name``."""
+
+    def register(function: Callable[[Session], Iterator[Row]]) -> Any:
+        REGISTRY[name] = function
+        return function
+
+    return register
+
+
+def run(names: Iterable[str], session: Session) -> Iterator[Row]:
+    """Rows of the named benchmarks; one that fails is logged, and the others still run."""
+    for name in names:
+        try:
+            yield from REGISTRY[name](session)
+        except Exception:
+            _logger.exception("benchmark %s failed", name)
+
+
+def results_document(command: str, rows: Iterable[Row], notes: str) -> dict[str, Any]:
+    """The results file: see DESIGN, section 6."""
+    device = jax.devices()[0]
+    return {
+        "command": command,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": device.device_kind,
+        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+        "notes": notes,
+        "rows": [row.as_json() for row in rows],
+    }
+
+
+def _commit() -> str:
+    """The commit, from git or, where there is no repository, from SPARDA_JAX_COMMIT."""
+    try:
+        output = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("SPARDA_JAX_COMMIT", "unknown")
+    return output.stdout.strip()
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

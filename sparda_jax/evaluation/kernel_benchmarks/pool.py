@@ -1,0 +1,94 @@
+"""Pool attention: one query token (bound by memory) and a block of them (bound by compute)."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.pool_attention import pool_attention
+from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Session, benchmark, converted
+
+SELECTED, BLOCK, HEAD_DIM = 96, 64, 128
+# Slots that no request names: ids are not simply 0..R-1.
+SPARE = 8
+# Bytes of distinct slots behind one timing; the L2 cache holds 60 MB.
+ROTATE = 400e6
+
+
+@benchmark("pool_attention/W1")
+def one_token(session: Session) -> Iterator[Row]:
+    """N=32, K=2, tail of 64: bytes of the slots read, as a share of copy bandwidth."""
+    for batch in (1, 8, 32, 64):
+        variants = _variants(batch, 1, heads=2, group=16)
+        timing, outputs = session.time(_call, variants)
+        moved = batch * 2 * (SELECTED + 1) * 2 * BLOCK * HEAD_DIM * 2
+        rate = converted(timing, moved * 1e-3)
+        yield Row(
+            name=f"pool_attention/W1/B{batch}",
+            timing=rate,
+            unit="GB/s",
+            better="higher",
+            target=0.85 * session.copy_bandwidth * 1e-9 if batch >= 8 else None,
+            of_roofline=rate.median * 1e9 / session.copy_bandwidth,
+            error=_error(variants[-1], outputs[-1]) if session.refcheck else None,
+        )
+
+
+@benchmark("pool_attention/W32")
+def token_block(session: Session) -> Iterator[Row]:
+    """32 query tokens a request, N=32: operations on the selected tokens and the tail."""
+    for batch, heads, group in ((1, 2, 16), (8, 2, 16), (32, 2, 16), (64, 2, 16), (32, 8, 4)):
+        variants = _variants(batch, 32, heads=heads, group=group)
+        timing, outputs = session.time(_call, variants)
+        operations = 4 * batch * 32 * heads * group * (SELECTED + 1) * BLOCK * HEAD_DIM
+        yield Row(
+            name=f"pool_attention/W32/B{batch}/G{group}",
+            timing=converted(timing, operations * 1e-6),
+            unit="TFLOP/s",
+            better="higher",
+            target=400.0 if batch >= 32 else None,
+            error=_error(variants[-1], outputs[-1]) if session.refcheck else None,
+        )
+
+
+def _call(*operands: jax.Array) -> jax.Array:
+    return pool_attention(*operands, implementation="mosaic")
+
+
+def _variants(batch: int, tokens: int, *, heads: int, group: int) -> list[tuple[jax.Array, ...]]:
+    rng = np.random.default_rng(batch)
+    slots = SELECTED + SPARE
+    size = batch * heads * slots * 2 * BLOCK * HEAD_DIM * 2
+    variants = []
+    for i in range(max(2, min(8, round(ROTATE / size)))):
+        keys = jax.random.split(jax.random.key(i), 3)
+        ids = np.stack([rng.permutation(slots)[:SELECTED] for _ in range(batch * heads)])
+        mask = np.broadcast_to(np.arange(BLOCK) < 37, (batch, tokens, BLOCK))
+        variants.append(
+            (
+                _normal(keys[0], (batch, tokens, heads * group, HEAD_DIM)),
+                _normal(keys[1], (batch, heads, slots, 2, BLOCK, HEAD_DIM)),
+                jnp.asarray(ids.reshape(batch, heads, SELECTED), jnp.int32),
+                _normal(keys[2], (batch, heads, 2, BLOCK, HEAD_DIM)),
+                jnp.asarray(mask),
+            )
+        )
+    return variants
+
+
+@jax.jit(static_argnums=1)
+def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def _error(operands: tuple[jax.Array, ...], output: jax.Array) -> float:
+    """Relative L2 error of the first requests, against the reference in float32."""
+    few = [
+        operand[:4].astype(jnp.float32 if operand.dtype == jnp.bfloat16 else operand.dtype)
+        for operand in operands
+    ]
+    with jax.default_matmul_precision("highest"):
+        expected = pool_attention(*few, implementation="xla")
+    difference = output[:4].astype(jnp.float32) - expected
+    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected))
