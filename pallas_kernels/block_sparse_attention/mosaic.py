@@ -492,9 +492,7 @@ def _step(
         plgpu.barrier_wait(refs["turn"])
 
     depth = probabilities[0].shape[1]
-    values = [
-        refs["v_smem"].at[slot, pl.ds(u * depth, depth)] for u in range(len(probabilities))
-    ]
+    values = [refs["v_smem"].at[slot, pl.ds(u * depth, depth)] for u in range(len(probabilities))]
     acc = _accumulated(acc, probabilities, values)
     plgpu.barrier_arrive(refs["v_free"].at[slot])
     return acc, new_top, total
