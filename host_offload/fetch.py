@@ -33,11 +33,11 @@ class Fetcher(Protocol):
         self,
         layer: int,
         slots: Float[Array, "B K Z 2 P H"],
-        source: Int[Array, "A"],
-        target: Int[Array, "A"],
+        source: Int[Array, " A"],
+        target: Int[Array, " A"],
         count: Int[Array, ""],
     ) -> Float[Array, "B K Z 2 P H"]:
-        """Returns the slots with runs ``target[i]`` replaced by pool runs ``source[i]``, i < count."""
+        """Slots with runs ``target[i]`` replaced by pool runs ``source[i]``, for i < count."""
         ...
 
 

@@ -11,7 +11,9 @@ from host_offload import memory
 from pallas_kernels import block_fetch
 
 
-def tail_block_runs(targets: Int[Array, "B"], num_heads: int, num_blocks: int) -> Int[Array, "BK"]:
+def tail_block_runs(
+    targets: Int[Array, " B"], num_heads: int, num_blocks: int
+) -> Int[Array, " BK"]:
     """Flat run index of block ``targets[b]`` for every (sequence, KV head); -1 stays -1."""
     rows = jnp.arange(targets.shape[0] * num_heads, dtype=jnp.int32)
     block = jnp.repeat(targets, num_heads)
@@ -21,7 +23,7 @@ def tail_block_runs(targets: Int[Array, "B"], num_heads: int, num_blocks: int) -
 def _write_back(
     pool: Float[Array, "B K M 2 P H"],
     tail: Float[Array, "B K 2 2 P H"],
-    targets: Int[Array, "B"],
+    targets: Int[Array, " B"],
 ) -> Float[Array, "B K M 2 P H"]:
     batch, heads, blocks = pool.shape[:3]
     ring = (targets % 2)[:, None, None, None, None, None]
@@ -73,7 +75,7 @@ class HostPool:
         self._layers[index] = jax.device_put(kv, self._sharding)
 
     def write_back(
-        self, tails: tuple[Float[Array, "B K 2 2 P H"], ...], targets: Int[Array, "B"]
+        self, tails: tuple[Float[Array, "B K 2 2 P H"], ...], targets: Int[Array, " B"]
     ) -> None:
         """Writes the filled tail block of some sequences to the host, in every layer.
 

@@ -91,10 +91,13 @@ def check_budget(what: str, needed: int, limit: int | None, source: str) -> None
 
 
 def check_host_budget(what: str, needed: int, budget: int | None, device: jax.Device) -> None:
-    """Checks ``needed`` host bytes against the user's budget, XLA's pinned limit and free memory."""
+    """Checks host bytes against the user's budget, XLA's pinned limit and free memory."""
     check_budget(what, needed, budget, "the host KV budget (host_kv_bytes)")
     check_budget(
-        what, needed, pinned_limit_bytes(device), f"XLA's pinned-memory limit ({PINNED_LIMIT_VARIABLE})"
+        what,
+        needed,
+        pinned_limit_bytes(device),
+        f"XLA's pinned-memory limit ({PINNED_LIMIT_VARIABLE})",
     )
     check_budget(what, needed, available_host_bytes(), "free host memory")
 

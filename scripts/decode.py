@@ -74,7 +74,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         choices=("float32", "bfloat16"),
         help="weights and KV (default: float32 on CPU, where bfloat16 is slow, else bfloat16)",
     )
-    add("--cache-dir", type=Path, help="where the default model is kept")
+    add(
+        "--cache-dir",
+        type=Path,
+        default=os.environ.get("SPARDA_JAX_CACHE"),
+        help="where the default model is kept (SPARDA_JAX_CACHE; default: the user's cache)",
+    )
     return parser.parse_args(argv)
 
 
@@ -107,9 +112,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> tuple[list[list[in
         document = "" if args.prompt_file is None else args.prompt_file.read_text("utf-8")
         texts = ["\n\n".join(part for part in (document, args.prompt) if part)]
     if args.chat if args.chat is not None else shown is not None:
-        return [
-            tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts
-        ], shown
+        return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts], shown
     return [tokenizer.encode(text) for text in texts], shown
 
 
@@ -119,7 +122,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
     import jax.numpy as jnp
 
     from pallas_kernels.geometry import BlockGeometry
-    from sparda_jax.checkpoints import load_pretrained
+    from sparda_jax.checkpoints.load import load_pretrained
     from sparda_jax.config import EngineConfig, SparseConfig
 
     def to_bytes(gigabytes: float | None) -> int | None:
@@ -144,9 +147,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
         host_kv_bytes=to_bytes(args.host_kv_gb),
     )
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model, tokenizer = load_pretrained(
-        args.model, dtype=jnp.dtype(dtype), cache_dir=args.cache_dir
-    )
+    model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(dtype), cache_dir=args.cache_dir)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer")
     return model, tokenizer, sparse, config
@@ -193,6 +194,7 @@ def summary(report: Any) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     from sparda_jax.config import SamplingParams
+    from sparda_jax.demo import answer_position
     from sparda_jax.engine.generate import Engine
     from sparda_jax.evaluation.agreement import equal_share
 
@@ -211,9 +213,14 @@ def run(args: argparse.Namespace) -> int:
         for row in range(len(prompts))
     ]
     if not args.json:
-        note(f"{len(prompts)} x {max(map(len, prompts))} tokens, {config.mode}, KV {config.offload}")
+        note(
+            f"{len(prompts)} x {max(map(len, prompts))} tokens, {config.mode}, KV {config.offload}"
+        )
         if demo is not None:
-            print(demo.introduction, flush=True)
+            note(
+                f"a text about Python, its question: {demo.question} (the answer stands at token "
+                f"{answer_position(tokenizer)})"
+            )
     generation = Engine(model, sparse=sparse, config=config).prepare(prompts, requests)
     finished = stream(generation, tokenizer, stops, quiet=args.json)
     results, report = generation.results(), generation.report
@@ -235,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
             [result.tokens for result in results], [other.tokens for other in others]
         )
     if args.json:
-        document = {
+        output = {
             "mode": config.mode,
             "offload": config.offload,
             "interrupted": not finished,
@@ -245,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
             "report": report.as_dict(),
             "equal_to_dense": equal,
         }
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print(json.dumps(output, indent=2, ensure_ascii=False))
     else:
         if len(texts) > 1:
             for row, (text, result) in enumerate(zip(texts, results, strict=True)):

@@ -13,7 +13,10 @@ from sparda_jax.engine.state import DenseCache, SparseCache
 
 
 def append_dense(
-    cache: DenseCache, k: Float[Array, "B K H"], v: Float[Array, "B K H"], position: Int[Array, " B"]
+    cache: DenseCache,
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    position: Int[Array, " B"],
 ) -> DenseCache:
     """Writes one token per request at its position."""
     rows = jnp.arange(position.shape[0])
@@ -21,7 +24,10 @@ def append_dense(
 
 
 def append_compressed(
-    cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"], geometry: BlockGeometry
+    cache: SparseCache,
+    k: Float[Array, "B K H"],
+    position: Int[Array, " B"],
+    geometry: BlockGeometry,
 ) -> SparseCache:
     """Adds a key to the window and, where it completes one, the compressed key.
 

@@ -80,6 +80,8 @@ def _plan(
     size = sparse.geometry.block_size
     block = (step.position // size)[:, None, None]
     wanted = jnp.where((ids == block) | ~step.active[:, None, None], -1, ids)
+    # The tail block has the highest id: what falls away here is it, or padding.
+    wanted = wanted[..., : min(ids.shape[2], num_blocks) - 1]
     present = wanted >= 0
     free = present & (wanted >= sparse.init_blocks) & (wanted < block - sparse.local_blocks)
     if cache.slot_blocks is None:
@@ -97,7 +99,7 @@ def _plan(
         moved = jnp.max(jnp.where(in_ring, slots.slot_ids, -1), axis=-1)
         from_host = slots.miss & ~in_ring
         source, target, count = compact_misses(
-            from_host, wanted, slots.slot_ids, num_blocks, cache.blocks.shape[2]
+            dataclasses.replace(slots, miss=from_host), wanted, num_blocks=num_blocks
         )
         hits = jnp.sum(free & ~from_host)
         plan = Plan(slots.slot_ids, source, target, count, jnp.sum(free), hits)
@@ -221,9 +223,7 @@ def decode_step(
             assert sparse is not None
             q, cache, plan = select_layer(layer, x, cache, step, sparse, num_blocks)
             if fetcher is not None:
-                blocks = fetcher.fetch(
-                    index, cache.blocks, plan.source, plan.target, plan.fetched
-                )
+                blocks = fetcher.fetch(index, cache.blocks, plan.source, plan.target, plan.fetched)
                 cache = dataclasses.replace(cache, blocks=blocks)
             x = attend_layer(layer, x, q, cache, plan.rows, step, sparse.geometry.block_size)
             free, hits = free + plan.free, hits + plan.hits

@@ -76,8 +76,6 @@ def eager_step(
         x = attend(layer.arrays, x, q, cache, plan.rows, step)
         caches.append(cache)
         plans.append(plan)
-    counts = (
-        tuple(getattr(plan, name) for plan in plans) for name in ("free", "hits", "fetched")
-    )
+    counts = (tuple(getattr(plan, name) for plan in plans) for name in ("free", "hits", "fetched"))
     rest, output = programs.on_model(_end)(model.arrays, x, rest, *counts)
     return dataclasses.replace(rest, layers=tuple(caches)), output

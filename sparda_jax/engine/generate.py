@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +33,6 @@ from sparda_jax.models.rope import RopeTable, rope_table
 
 Progress = Callable[[int, int], None]
 OnToken = Callable[[int, int], None]
-Tree = TypeVar("Tree")
 
 
 class Engine:
@@ -83,10 +82,12 @@ class Engine:
         self.programs = Programs(self.parameters, self.layers)
         # LongRoPE's factors depend on the requested maximum length, so there is one table.
         length = self.config.max_length or model.config.max_position_embeddings
-        self.rope: RopeTable = self.put(rope_table(model.config.rope, length))
+        self.rope: RopeTable = self.put(
+            jax.jit(rope_table, static_argnums=(0, 1))(model.config.rope, length)
+        )
 
-    def put(self, tree: Tree) -> Tree:
-        """Copies arrays to the device, explicitly."""
+    def put(self, tree: Any) -> Any:
+        """Copies a pytree of (numpy or jax) arrays to the device, explicitly."""
         return jax.device_put(tree, memory.device_sharding(self.device))
 
     def prepare(
@@ -216,8 +217,9 @@ class Generation:
         else:
             self.pool.store_layer(index, kv)
             shape = (*kv.shape[:2], plan.slots, *kv.shape[3:])
-            slots = programs.plain(prefill.empty_slots, shape=shape, dtype=kv.dtype)()
-            cache = SparseCache(*slots, tail, window, compressed)
+            empty = programs.plain(prefill.empty_slots, shape=shape, dtype=kv.dtype)
+            slots, slot_blocks = empty()
+            cache = SparseCache(slots, slot_blocks, tail, window, compressed)
         run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=chunk, sparse=sparse)
         return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
 

@@ -73,8 +73,8 @@ def plan_batch(
         total = len(prompt) + request.max_new_tokens
         if total > limit:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens and asks for {request.max_new_tokens} more: "
-                f"{total} exceed the limit of {limit} tokens"
+                f"prompt {row} has {len(prompt)} tokens and asks for {request.max_new_tokens} "
+                f"more: {total} exceed the limit of {limit} tokens"
             )
         needed = max(needed, total)
     longest = max(len(prompt) for prompt in prompts)

@@ -19,6 +19,7 @@ from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine.decode import end_step
 from sparda_jax.engine.state import DecodeState, DenseCache
+from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import RopeTable, rope_rows
 from sparda_jax.sparse.infllm_v2 import select_prefill, to_blocks
@@ -77,8 +78,11 @@ def dense_chunk(
 ) -> Float[Array, "B T D"]:
     """One chunk through the rest of the layer, with dense causal attention; x updated in place."""
     part, q, positions = _chunk(layer, rope, x, start, size)
-    visible = jnp.arange(cache.k.shape[1]) <= positions[:, :, None]
-    attention = jax.nn.dot_product_attention(q, cache.k, cache.v, mask=visible[:, None])
+    # cuDNN's causal mask is for queries and keys that start together.
+    if size == x.shape[1] and cudnn_serves(q):
+        attention = dense_attention(q, cache.k[:, :size], cache.v[:, :size], None)
+    else:
+        attention = chunk_attention(q, cache.k, cache.v, positions)
     return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(part, attention), start, axis=1)
 
 
@@ -94,7 +98,7 @@ def sparse_chunk(
     size: int,
     sparse: SparseConfig,
 ) -> Float[Array, "B T D"]:
-    """One chunk through the rest of the layer, attending the selected blocks; x updated in place."""
+    """One chunk through the rest of the layer, over selected blocks; x updated in place."""
     part, q, positions = _chunk(layer, rope, x, start, size)
     selection = select_prefill(q, compressed, positions, lengths, sparse, kv.shape[2])
     attention = block_sparse_attention(q, kv, selection.ids, positions)

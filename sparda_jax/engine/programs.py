@@ -75,7 +75,7 @@ class Programs:
     def on_layer(
         self, function: Callable[..., Any], *, donate: Sequence[int] = (), **static: Any
     ) -> Program:
-        """``function(layer, *args, **static)``, likewise with a `DecoderLayer`: one for all layers."""
+        """``function(layer, *args, **static)`` with a `DecoderLayer`: one for all layers."""
         return self._get(self._layer, function, donate, static)
 
     def plain(

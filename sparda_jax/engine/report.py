@@ -94,7 +94,7 @@ class Report:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of free selected blocks that were on the device already; None if there were none."""
+        """Share of free selected blocks already on the device; None if there were none."""
         return self.hit_blocks / self.free_blocks if self.free_blocks else None
 
     @property

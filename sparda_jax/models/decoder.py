@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from sparda_jax.config import ModelConfig, SparseConfig
+from sparda_jax.models.attention import dense_attention
 from sparda_jax.models.layers import MLP, Linear, RMSNorm
 from sparda_jax.models.rope import apply_rope, rope_at
 from sparda_jax.sparse.infllm_v2 import sparse_attention
@@ -171,30 +171,3 @@ class Decoder(nnx.Module):
                 attention = sparse_attention(q, k, v, positions, lengths, sparse)
             x = layer.finish(x, attention)
         return self.logits(x)
-
-
-def dense_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    lengths: Int[Array, " B"] | None,
-) -> Float[Array, "B T N H"]:
-    """Causal softmax(q k / sqrt(H)) v over the first `lengths` keys of each row."""
-    head_dim = q.shape[-1]
-    # cuDNN needs 16-bit values and a head it has kernels for; elsewhere XLA's own lowering.
-    fused = (
-        jax.default_backend() == "gpu"
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim % 8 == 0
-        and head_dim <= 128
-    )
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=True,
-        scale=1 / math.sqrt(head_dim),
-        query_seq_lengths=None if lengths is None else jnp.full_like(lengths, q.shape[1]),
-        key_value_seq_lengths=lengths,
-        implementation="cudnn" if fused else "xla",
-    )

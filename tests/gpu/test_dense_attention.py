@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparda_jax.models.decoder import dense_attention
+from sparda_jax.models.attention import dense_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -20,14 +20,14 @@ def model() -> Decoder:
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=3,
+        num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
         rope=RopeConfig(16),
         max_position_embeddings=MAX_LENGTH,
         rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
     )
     return Decoder.random(config, seed=3)
 
@@ -39,11 +39,17 @@ def sparse() -> SparseConfig:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_engine(model, sparse):
-    def make(sparse=sparse, model=model, **config) -> Engine:
+    """Engines by their settings; equal settings share one and its compiled programs."""
+    engines = {}
+
+    def make(sparse=sparse, model=model, *, fresh=False, **config) -> Engine:
         settings = {"prefill_chunk": 16, "steps_per_call": 4} | config
-        return Engine(model, sparse=sparse, config=EngineConfig(**settings))
+        key = (sparse, id(model), *sorted(settings.items()))
+        if fresh or key not in engines:
+            engines[key] = Engine(model, sparse=sparse, config=EngineConfig(**settings))
+        return engines[key]
 
     return make
 

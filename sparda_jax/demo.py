@@ -1,0 +1,55 @@
+"""What `scripts/decode.py` does without arguments: a question about a long text that ships."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sparda_jax.assets import load_excerpt
+from sparda_jax.tokenization import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """A question whose answer stands in a text.
+
+    Attributes:
+      document_tokens: how much of the excerpt is read.
+      question: put after the text.
+      answer: the words that count as right.
+    """
+
+    document_tokens: int
+    question: str
+    answer: str
+
+
+# Chosen because dense attention answers it too: so small a model does not find everything.
+DEMO = Demo(
+    document_tokens=6000,
+    question="According to the text, who manages the Python project's infrastructure?",
+    answer="Python Infrastructure Team",
+)
+
+
+def document(tokenizer: Tokenizer, tokens: int) -> str:
+    """The first lines of the excerpt, at most ``tokens`` tokens, cut at a line's end."""
+    ids = tokenizer.encode(load_excerpt(), add_special=False)[:tokens]
+    text = tokenizer.decode(ids)
+    return text[: text.rindex("\n")]
+
+
+def prompt_text(tokenizer: Tokenizer, demo: Demo = DEMO) -> str:
+    """Text, then question."""
+    return f"{document(tokenizer, demo.document_tokens)}\n\n{demo.question}"
+
+
+def answer_position(tokenizer: Tokenizer, demo: Demo = DEMO) -> int:
+    """Token of the document at which the answer begins.
+
+    Raises:
+      ValueError: the answer does not stand in the document.
+    """
+    before, found, _ = document(tokenizer, demo.document_tokens).partition(demo.answer)
+    if not found:
+        raise ValueError(f"the answer {demo.answer!r} does not stand in the document")
+    return len(tokenizer.encode(before, add_special=False))
