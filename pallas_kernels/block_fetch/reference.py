@@ -24,7 +24,7 @@ def fetch_blocks(
         run = jax.device_put(run, jax.memory.Space.Device)
         return lax.dynamic_update_index_in_dim(slots, run, _at(target, i), 0)
 
-    return lax.fori_loop(0, jnp.minimum(count, source.shape[0]), copy, slots)
+    return lax.fori_loop(0, count, copy, slots)
 
 
 def write_blocks(

@@ -44,13 +44,6 @@ def test_fetch_copies_exactly_the_counted_runs(pool, kind, count):
     assert pool.sharding.memory_kind == kind
 
 
-def test_a_count_beyond_the_list_is_cut(pool):
-    out = jax.jit(fetch_blocks)(pool, jnp.zeros((Y, 2, P, H)), ints(3), ints(2), jnp.int32(100))
-    expected = np.zeros((Y, 2, P, H), np.float32)
-    expected[2] = np.asarray(pool)[3]
-    np.testing.assert_array_equal(out, expected)
-
-
 def test_write_skips_negative_targets(pool, kind):
     before = np.asarray(pool).copy()
     blocks = jnp.asarray(np.random.default_rng(1).normal(size=(4, 2, P, H)), jnp.float32)
