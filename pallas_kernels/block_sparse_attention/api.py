@@ -21,13 +21,14 @@ def block_sparse_attention(
     """Exact softmax attention over the union of the selected blocks, token-causal.
 
     ``out[t, n] = sum_s softmax_s(scale * q[t, n] . key[s] + bias[s]) * value[s]`` over the tokens
-    s with ``s // P in ids[k, t]`` and ``s <= positions[t]``, k = n // G (SparDA, sec. 3).  Softmax in float32.
+    s with ``s // P in ids[k, t]`` and ``s <= positions[t]``, k = n // G (SparDA, sec. 3).  Softmax
+    in float32.
 
     Args:
         q: queries after RoPE.
         kv: cache; index 0 of axis 3 is the key, 1 the value.  Token s lies in block s // P at
-            offset s % P.  Contents after a row's position never influence it (a non-finite
-            *value* in a block that holds visible tokens does: keep unwritten rows finite).
+            offset s % P.  What a row does not see never influences it, but values must be finite
+            everywhere: they are multiplied by zero.
         ids: selected blocks of every query token and KV head; -1 selects nothing, and
             so does an id of M or more.  No order is asked for; a block named twice counts once.
         positions: absolute position of each query token; a negative one sees nothing.

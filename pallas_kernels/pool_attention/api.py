@@ -32,7 +32,7 @@ def pool_attention(
         q: queries after RoPE; T is 1, or W for a block of a diffusion model.
         slots: device slots; index 0 of axis 3 is the key, 1 the value.
         slot_ids: slots to attend; -1 names none.  A slot named twice counts twice.
-        tail: tokens that lie in no slot yet; E may be 0.
+        tail: tokens that lie in no slot yet; E may be 0.  Masked values must be finite.
         tail_mask: tail tokens that each query sees.
         slot_bias: added to the scaled score of a key (NOSA), one per token and KV head.
         tail_bias: the same for the tail.
