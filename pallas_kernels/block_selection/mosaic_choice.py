@@ -1,9 +1,10 @@
 """Exact top-k of block scores on Hopper (Mosaic GPU): the last step of block selection.
 
 One warpgroup takes one row at a time, all its scores in registers as order-preserving
-integers, [32-block word, block in word].  The budget-th largest value is found by bisection
-on its 32 bits (one count a bit), the last of its ties by bisection on the block id, so that the
-lowest ids win.  The chosen blocks form a bit set, whose n-th set bit is the n-th id.
+integers.  A threshold that exactly the budget reaches is found by bisection on its 32 bits (one
+count a bit, and it stops when the count fits); where ties leave none, the last tie taken is
+found by bisection on the block id, so that the lowest ids win.  The chosen blocks form a bit
+set, whose n-th set bit is the n-th id.
 
 Ran on an H200 (jax 0.11.2): equal to the reference on all shapes tried.
 """
@@ -24,6 +25,8 @@ _UNIT = 64 * 32
 # 128 scores a thread, as registers allow.
 MAX_BLOCKS = 8 * _UNIT
 ROWS_PER_BLOCK = 4
+# Loads of four words overlap; rows have a multiple of 64.
+_WORDS_A_STEP = 4
 _LOWEST = np.int32(-(2**31))
 _FORCED = np.int32(2**31 - 1)
 
@@ -66,7 +69,7 @@ def choose(
     rows = ROWS_PER_BLOCK if t % ROWS_PER_BLOCK == 0 else 1
 
     def body(*refs: Any) -> None:
-        names = ("scores", "query_block", "limit", "out", "words", "ones")
+        names = ("scores", "query_block", "limit", "out", "flags", "words", "ones")
         named = dict(zip(names, refs, strict=True))
         row = functools.partial(
             _row, named, num_blocks, init_blocks, local_blocks, width, mask_future
@@ -77,7 +80,7 @@ def choose(
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((x, t, width), jnp.int32),
-        scratch_types=(plgpu.SMEM((words,), jnp.int32), plgpu.SMEM((words,), jnp.int32)),
+        scratch_types=[plgpu.SMEM(s, jnp.int32) for s in ((words, 32), (words,), (words,))],
         grid=(x, t // rows),
         grid_names=("x", "t"),
         kernel_name="selection_choice",
@@ -98,22 +101,34 @@ def _row(
 
     @pl.when(own >= 0)
     def _something() -> None:
-        words = _chosen_words(refs, num_blocks, init_blocks, local_blocks, mask_future, x, t, own)
+        refs["flags"][...] = _chosen_flags(
+            refs, num_blocks, init_blocks, local_blocks, mask_future, x, t, own
+        )
+        plgpu.commit_smem()
+        # From one block after the other over all threads to one word a row.
+        flags = plgpu.load(refs["flags"], layout=plgpu.Layout.WGMMA, optimized=False)
+        words = flags.sum(axis=1)
         refs["words"][...] = words
         refs["ones"][...] = _ones(words)
         plgpu.commit_smem()
         refs["out"][x, t] = _nth_bits(refs, width, lax.div(own, 32) + 1)
 
 
-def _chosen_words(
-    refs: dict[str, Any], num_blocks: int, init_blocks: int, local_blocks: int,
-    mask_future: bool, x: Any, t: Any, own: Any,
-) -> Any:  # fmt: skip
-    """The bit set of one row's choice, int32 [words]."""
-    scores = plgpu.load(refs["scores"].at[x, t], layout=plgpu.Layout.WGMMA, optimized=False)
-    iota = functools.partial(
-        plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=plgpu.Layout.WGMMA
-    )
+def _chosen_flags(
+    refs: dict[str, Any],
+    num_blocks: int,
+    init_blocks: int,
+    local_blocks: int,
+    mask_future: bool,
+    x: Any,
+    t: Any,
+    own: Any,
+) -> Any:
+    """int32 [words, 32]: 1 << (block % 32) where chosen, else 0."""
+    source = refs["scores"].at[x, t]
+    layout = plgpu.Layout.WG_STRIDED(source.shape, vec_size=4)
+    scores = plgpu.load(source, layout=layout)
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=layout)
     bit = iota(1)
     block = iota(0) * 32 + bit
     candidates = jnp.minimum(own + 1, num_blocks) if mask_future else jnp.int32(num_blocks)
@@ -121,21 +136,43 @@ def _chosen_words(
     forced = (block < init_blocks) | ((block >= own - local_blocks) & (block <= own))
     keys = jnp.where(forced, _FORCED, keys)
     keys = jnp.where(block < candidates, keys, _LOWEST)
-
     wanted = jnp.minimum(refs["limit"][x], candidates)
-    value = _bisect(32, lambda v: _count(keys >= (v ^ _LOWEST)) >= wanted) ^ _LOWEST
-    ties = keys == value
-    missing = wanted - _count(keys > value)
-    # The largest id with fewer than ``missing`` ties before it: the last tie that is taken.
-    id_bits = (num_blocks - 1).bit_length()
+
+    def undecided(state: Any) -> Any:
+        bit, _, exact = state
+        return (bit >= 0) & ~exact
+
+    def halve(state: Any) -> Any:
+        bit, value, _ = state
+        higher = value | (jnp.int32(1) << bit)
+        reached = _count(keys >= (higher ^ _LOWEST))
+        return bit - 1, jnp.where(reached >= wanted, higher, value), reached == wanted
+
+    # All candidates lie above the lowest integer, so where all are wanted, 1 is exact.
+    every = wanted == candidates
+    start = (jnp.int32(31), jnp.where(every, jnp.int32(1), jnp.int32(0)), every)
+    _, value, exact = lax.while_loop(undecided, halve, start)
+    value = value ^ _LOWEST
+    # The largest id with fewer ties before it than are missing: the last tie that is taken.
     last = lax.cond(
-        _count(ties) == missing,
+        exact,
         lambda: jnp.int32(num_blocks),
-        lambda: _bisect(id_bits, lambda v: _count(ties & (block < v)) < missing),
+        lambda: _last_tie(keys == value, block, wanted - _count(keys > value), num_blocks),
     )
-    chosen = (keys > value) | (ties & (block <= last))
+    chosen = (keys > value) | ((keys == value) & (block <= last))
     chosen = chosen & (block <= own)
-    return jnp.where(chosen, jnp.int32(1) << bit, 0).sum(axis=1)
+    return jnp.where(chosen, jnp.int32(1) << bit, 0)
+
+
+def _last_tie(ties: Any, block: Any, missing: Any, num_blocks: int) -> Any:
+    """The largest id with fewer than ``missing`` ties before it."""
+    bits = (num_blocks - 1).bit_length()
+
+    def step(i: Any, value: Any) -> Any:
+        higher = value | (jnp.int32(1) << (bits - 1 - i))
+        return jnp.where(_count(ties & (block < higher)) < missing, higher, value)
+
+    return lax.fori_loop(0, bits, step, jnp.int32(0))
 
 
 def _ordered(scores: Any) -> Any:
@@ -145,17 +182,7 @@ def _ordered(scores: Any) -> Any:
 
 
 def _count(mask: Any) -> Any:
-    return mask.astype(jnp.int32).sum(axis=1).sum()
-
-
-def _bisect(bits: int, holds: Any) -> Any:
-    """The largest number of ``bits`` bits that ``holds``, which must be monotonic, true at 0."""
-
-    def step(i: Any, value: Any) -> Any:
-        higher = value | (jnp.int32(1) << (bits - 1 - i))
-        return jnp.where(holds(higher), higher, value)
-
-    return lax.fori_loop(0, bits, step, jnp.int32(0))
+    return mask.astype(jnp.int32).sum()
 
 
 def _ones(x: Any) -> Any:
@@ -175,14 +202,18 @@ def _nth_bits(refs: dict[str, Any], width: int, words: Any) -> Any:
 
     def find(i: Any, state: Any) -> Any:
         before, word, offset, base = state
-        ones = refs["ones"][i]
-        inside = (n >= before) & (n < before + ones)
-        word = jnp.where(inside, refs["words"][i], word)
-        offset = jnp.where(inside, n - before, offset)
-        return before + ones, word, offset, jnp.where(inside, i * 32, base)
+        for j in range(_WORDS_A_STEP):
+            at = i * _WORDS_A_STEP + j
+            ones = refs["ones"][at]
+            inside = (n >= before) & (n < before + ones)
+            word = jnp.where(inside, refs["words"][at], word)
+            offset = jnp.where(inside, n - before, offset)
+            base = jnp.where(inside, at * 32, base)
+            before = before + ones
+        return before, word, offset, base
 
     state = (jnp.int32(0), _strided(width, 0), _strided(width, 0), _strided(width, -1))
-    _, word, offset, base = lax.fori_loop(0, words, find, state)
+    _, word, offset, base = lax.fori_loop(0, pl.cdiv(words, _WORDS_A_STEP), find, state)
     position = base
     for half in (16, 8, 4, 2, 1):
         low = _ones(word & ((1 << half) - 1))

@@ -1,6 +1,6 @@
 """Block selection for prefill on Hopper (Mosaic GPU).
 
-Three kernels over chunks of tokens, so that only the block scores of one chunk (at most 128
+Three kernels over chunks of tokens, so that only the block scores of one chunk (at most 64
 MiB) are ever in device memory:
 
 1. multi-head only: exact log-sum-exp of every query head over its visible compressed keys;
@@ -29,7 +29,7 @@ from pallas_kernels.block_selection.reference import Selection
 from pallas_kernels.geometry import BlockGeometry
 
 TOKENS = 64
-SCRATCH_BYTES = 128 * 2**20
+SCRATCH_BYTES = 64 * 2**20
 # Consumers of the log-sum-exp kernel, and the tokens that all kernels' tiles divide.
 LSE_GROUPS = 4
 TILE = LSE_GROUPS * TOKENS
@@ -53,11 +53,18 @@ class _Shape:
     compressed: int
     strides: int
     mask_future: bool
+    multi_head: bool
 
     @property
     def tile_blocks(self) -> int:
-        """Blocks of one score tile: as many as r + 1 accumulators leave registers for."""
-        return 64 if self.strides <= 4 else 32
+        """Blocks of one score tile.
+
+        Multi-head keeps the scores and the sums of r + 1 keys a block in registers, at most
+        160 columns of each; a Forecast tile is bound by its start, so larger.
+        """
+        if not self.multi_head:
+            return 64 if self.strides <= 4 else 32
+        return {1: 64, 2: 32, 4: 32}.get(self.strides, 16)
 
     @property
     def padded_blocks(self) -> int:
@@ -135,7 +142,7 @@ def _select(
     chunks = -(-t // chunk)
     chunk = -(-t // (chunks * TILE)) * TILE
     r = geometry.strides_per_block
-    shape = _Shape(b, k, n // k, h, chunk, num_blocks, c, r, mask_future)
+    shape = _Shape(b, k, n // k, h, chunk, num_blocks, c, r, mask_future, multi_head)
     visible = jnp.clip(visible, 0, c)
     apart = _keys_apart(compressed, shape)
     whole = jnp.pad(compressed, ((0, 0), (0, 0), (0, -c % LSE_KEYS), (0, 0)))
@@ -151,7 +158,7 @@ def _select(
         if multi_head:
             lse = _log_sum_exp(shape, scale, rows, whole, visible)
         scores = _block_scores(shape, scale, rows, apart, query_block, visible, lse)
-        return mosaic_choice.choose(
+        ids = mosaic_choice.choose(
             scores,
             jnp.repeat(query_block, k, axis=0),
             jnp.repeat(limit, k, axis=0),
@@ -161,6 +168,7 @@ def _select(
             width=width,
             mask_future=mask_future,
         )
+        return ids[..., :width]
 
     cut = lambda x, fill: jnp.pad(
         x, ((0, 0), (0, chunks * chunk - t)) + ((0, 0),) * (x.ndim - 2), constant_values=fill
@@ -172,7 +180,7 @@ def _select(
     else:
         ids = lax.map(one, tuple(x.swapaxes(0, 1) for x in parts))
     ids = ids.reshape(chunks, b, k, chunk, -1).transpose(1, 2, 0, 3, 4)
-    ids = ids.reshape(b, k, chunks * chunk, -1)[:, :, :t, :width]
+    ids = ids.reshape(b, k, chunks * chunk, -1)[:, :, :t]
     return Selection(ids=ids, count=(ids >= 0).astype(jnp.int32).sum(-1))
 
 
@@ -219,13 +227,13 @@ def _log_sum_exp(shape: _Shape, scale: float, q: Array, keys: Array, visible: Ar
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((shape.batch, heads, shape.tokens), jnp.float32),
-        scratch_types=dict(
-            q_smem=plgpu.SMEM((LSE_GROUPS, TOKENS, h), q.dtype, transforms=_TILED),
-            k_smem=plgpu.SMEM((LSE_STAGES, LSE_KEYS, h), q.dtype, transforms=_TILED),
-            q_full=plgpu.Barrier(num_barriers=LSE_GROUPS),
-            k_full=plgpu.Barrier(num_barriers=LSE_STAGES),
-            k_free=plgpu.Barrier(num_arrivals=LSE_GROUPS, num_barriers=LSE_STAGES),
-        ),
+        scratch_types={
+            "q_smem": plgpu.SMEM((LSE_GROUPS, TOKENS, h), q.dtype, transforms=_TILED),
+            "k_smem": plgpu.SMEM((LSE_STAGES, LSE_KEYS, h), q.dtype, transforms=_TILED),
+            "q_full": plgpu.Barrier(num_barriers=LSE_GROUPS),
+            "k_full": plgpu.Barrier(num_barriers=LSE_STAGES),
+            "k_free": plgpu.Barrier(num_arrivals=LSE_GROUPS, num_barriers=LSE_STAGES),
+        },
         grid=(shape.batch, heads, tiles),
         grid_names=("b", "n", "x"),
         num_threads=LSE_GROUPS + 1,
@@ -261,6 +269,9 @@ def _lse_kernel(shape: _Shape, scale: float, refs: dict[str, Any]) -> None:
             )
 
         lax.fori_loop(0, stages, fill, None)
+        # The simulator wants every release observed before the barriers go.
+        for slot in range(LSE_STAGES):
+            pl.when(slot < stages)(lambda slot=slot: plgpu.barrier_wait(refs["k_free"].at[slot]))
 
 
 def _lse_consume(
@@ -308,6 +319,14 @@ def _product(a: Any, b: Any, columns: int) -> Any:
     return pl.run_scoped(multiply, plgpu.ACC((TOKENS, columns), jnp.float32))
 
 
+def _products(a: Any, *, keys: Any, parts: int, columns: int) -> list[Any]:
+    """a @ keys.T, cut into ``parts`` of ``columns``; one product where its registers suffice."""
+    if parts * columns > 160:
+        return [_product(a, keys.at[pl.ds(i * columns, columns)], columns) for i in range(parts)]
+    s = _product(a, keys, parts * columns)
+    return [s[:, i * columns : (i + 1) * columns] for i in range(parts)]
+
+
 # ---- block scores ---------------------------------------------------------------------------
 
 
@@ -340,12 +359,14 @@ def _block_scores(
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(rows, jnp.float32),
-        scratch_types=dict(
-            q_smem=plgpu.SMEM((2, buffers, TOKENS, h), q.dtype, transforms=_TILED),
-            k_smem=plgpu.SMEM((r + 1, m, h), q.dtype, transforms=_TILED),
-            q_full=plgpu.Barrier(num_barriers=2 * buffers),
-            k_full=plgpu.Barrier(num_barriers=r + 1),
-        ),
+        scratch_types={
+            "q_smem": plgpu.SMEM((2, buffers, TOKENS, h), q.dtype, transforms=_TILED),
+            "k_smem": plgpu.SMEM(((r + 1) * m, h), q.dtype, transforms=_TILED),
+            "lse_smem": plgpu.SMEM((2, shape.group if lse is not None else 1, TOKENS), jnp.float32),
+            "q_full": plgpu.Barrier(num_barriers=2 * buffers),
+            "k_full": plgpu.Barrier(num_arrivals=r + 1),
+            "lse_full": plgpu.Barrier(num_barriers=2),
+        },
         grid=(shape.batch, shape.kv_heads, tiles, -(-shape.blocks // m)),
         grid_names=("b", "k", "x", "y"),
         num_threads=2,
@@ -368,8 +389,8 @@ def _score_tile(shape: _Shape, scale: float, refs: dict[str, Any]) -> None:
         for i in range(r + 1):
             plgpu.copy_gmem_to_smem(
                 refs["keys"].at[row * (r + 1) + i, pl.ds(y * m, m)],
-                refs["k_smem"].at[i],
-                refs["k_full"].at[i],
+                refs["k_smem"].at[pl.ds(i * m, m)],
+                refs["k_full"],
             )
 
     buffers = refs["q_smem"].shape[1]
@@ -384,33 +405,32 @@ def _score_tile(shape: _Shape, scale: float, refs: dict[str, Any]) -> None:
     for head in range(min(buffers, group)):
         fetch(head, head)
     visible = plgpu.load(refs["visible"].at[b, pl.ds(token, TOKENS)], layout=_ROW, optimized=False)
-    for i in range(r + 1):
-        plgpu.barrier_wait(refs["k_full"].at[i])
+    plgpu.barrier_wait(refs["k_full"])
+    products = functools.partial(_products, keys=refs["k_smem"], parts=r + 1, columns=m)
     if "lse" not in refs:
         plgpu.barrier_wait(refs["q_full"].at[wg])
-        parts = [_product(refs["q_smem"].at[wg, 0], refs["k_smem"].at[i], m) for i in range(r + 1)]
-        nothing = -jnp.inf
+        sums, nothing = products(refs["q_smem"].at[wg, 0]), -jnp.inf
     else:
+        plgpu.copy_gmem_to_smem(
+            refs["lse"].at[b, pl.ds(k * group, group), pl.ds(token, TOKENS)],
+            refs["lse_smem"].at[wg],
+            refs["lse_full"].at[wg],
+        )
+        plgpu.barrier_wait(refs["lse_full"].at[wg])
 
         def add_head(head: Any, sums: Any) -> Any:
             buffer = lax.rem(head, jnp.int32(buffers))
-            lse = plgpu.load(
-                refs["lse"].at[b, k * group + head, pl.ds(token, TOKENS)],
-                layout=_ROW, optimized=False,
-            )  # fmt: skip
+            lse = plgpu.load(refs["lse_smem"].at[wg, head], layout=_ROW, optimized=False)
             plgpu.barrier_wait(refs["q_full"].at[wg * buffers + buffer])
-            new = []
-            for i in range(r + 1):
-                s = _product(refs["q_smem"].at[wg, buffer], refs["k_smem"].at[i], m)
-                s = s * (scale * _LOG2E) - lax.broadcast_in_dim(lse, s.shape, [0])
-                new.append(sums[i] + jnp.exp2(s))
+            scores = products(refs["q_smem"].at[wg, buffer])
             pl.when(head + buffers < group)(lambda: fetch(head + buffers, buffer))
-            return tuple(new)
+            minus = lax.broadcast_in_dim(lse, (TOKENS, m), [0])
+            shares = [jnp.exp2(s * (scale * _LOG2E) - minus) for s in scores]
+            return tuple(a + b for a, b in zip(sums, shares, strict=True))
 
         zero = plgpu.layout_cast(jnp.full((TOKENS, m), 0, jnp.float32), plgpu.Layout.WGMMA)
-        parts = lax.fori_loop(0, group, add_head, (zero,) * (r + 1))
-        nothing = 0.0
-    best = _pool(shape, list(parts), visible, y * m, nothing)
+        sums, nothing = lax.fori_loop(0, group, add_head, (zero,) * (r + 1)), 0.0
+    best = _pool(shape, list(sums), visible, y * m, nothing)
     refs["out"][row, pl.ds(token, TOKENS), pl.ds(y * m, m)] = best
 
 

@@ -186,18 +186,18 @@ def _call(
     """Launches the kernel: one thread block per (request, KV head, tile)."""
     h, stages = shape.head_dim, tuning.stages
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    scratch = dict(
-        q_smem=plgpu.SMEM((2, ROWS, h), q.dtype, transforms=tiled),
-        k_smem=plgpu.SMEM((stages, KEYS, h), q.dtype, transforms=tiled),
-        v_smem=plgpu.SMEM((stages, KEYS, h), q.dtype, transforms=tiled),
-        info=plgpu.SMEM((stages, shape.per_stage, 1 + 2 * shape.mask_words), jnp.int32),
-        q_full=plgpu.Barrier(num_arrivals=shape.units, num_barriers=2),
-        k_full=plgpu.Barrier(num_arrivals=shape.per_stage, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=shape.per_stage, num_barriers=stages),
-        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        v_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        turn=plgpu.Barrier(num_arrivals=2),
-    )
+    scratch = {
+        "q_smem": plgpu.SMEM((2, ROWS, h), q.dtype, transforms=tiled),
+        "k_smem": plgpu.SMEM((stages, KEYS, h), q.dtype, transforms=tiled),
+        "v_smem": plgpu.SMEM((stages, KEYS, h), q.dtype, transforms=tiled),
+        "info": plgpu.SMEM((stages, shape.per_stage, 1 + 2 * shape.mask_words), jnp.int32),
+        "q_full": plgpu.Barrier(num_arrivals=shape.units, num_barriers=2),
+        "k_full": plgpu.Barrier(num_arrivals=shape.per_stage, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=shape.per_stage, num_barriers=stages),
+        "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "turn": plgpu.Barrier(num_arrivals=2),
+    }
     inputs = [q, kv, classes, counts, members, positions]
     names = ["q", "kv", "classes", "counts", "members", "positions"]
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
@@ -285,6 +285,13 @@ def _produce(
         return take(planning.PARTIAL, i, counts[3], walk, functools.partial(fill, last + i))
 
     lax.fori_loop(0, stages[3], partial, start(planning.PARTIAL))
+    # The simulator wants every release observed before the barriers go.
+    for slot in range(tuning.stages):
+
+        @pl.when(slot < last + stages[3])
+        def _drain(slot: int = slot) -> None:
+            plgpu.barrier_wait(refs["k_free"].at[slot])
+            plgpu.barrier_wait(refs["v_free"].at[slot])
 
 
 def _take(shape: _Shape, classes: Any, c: int, i: Any, count: Any, walk: Any, fill: Any) -> Any:
@@ -504,6 +511,8 @@ def _accumulated(acc: Any, left: list[Any], right: list[Any]) -> Any:
         # The simulator of jax 0.11.2 knows neither run_state nor a left operand in registers.
         for a, b in zip(left, right, strict=True):
             acc = acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        # An ordinary read, unlike a wgmma's, is fenced off from the copy that overwrites it.
+        plgpu.commit_smem()
         return acc
 
     def multiply(ref: Any) -> None:
