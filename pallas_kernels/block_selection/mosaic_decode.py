@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.block_selection import mosaic_scores, mosaic_top_k
-from pallas_kernels.block_selection.reference import Selection, pool_scores
+from pallas_kernels.block_selection.reference import Selection
 from pallas_kernels.block_selection.tuning import forecast_launch, multi_head_launch
 from pallas_kernels.geometry import BlockGeometry
 
@@ -142,6 +142,21 @@ def _softmax_mass(scores: Array, maxima: Array, sums: Array, group: int) -> Floa
     return jnp.where(real, weights, 0.0).sum(axis=3)
 
 
+def _pool(
+    scores: Float32[Array, "B K C"], num_blocks: int, geometry: BlockGeometry
+) -> Float32[Array, "B K M"]:
+    """``reference.pool_scores`` without a reduction, so that XLA fuses it with what follows."""
+    r = geometry.strides_per_block
+    c = min(scores.shape[2], num_blocks * r)
+    padded = jnp.pad(
+        scores[..., :c], ((0, 0), (0, 0), (1, num_blocks * r - c)), constant_values=-jnp.inf
+    )
+    pooled = padded[..., : num_blocks * r : r]
+    for i in range(1, r + 1):
+        pooled = jnp.maximum(pooled, padded[..., i : i + (num_blocks - 1) * r + 1 : r])
+    return pooled
+
+
 def _choose(
     scores: Float32[Array, "B K C"],
     query_block: Int32[Array, "B 1"],
@@ -155,7 +170,7 @@ def _choose(
 ) -> Selection:
     """Pools to blocks, forces blocks in, and keeps the best."""
     b, k = scores.shape[:2]
-    pooled = pool_scores(scores[:, :, None], num_blocks=num_blocks, geometry=geometry)[:, :, 0]
+    pooled = _pool(scores, num_blocks, geometry)
     block = lax.broadcasted_iota(jnp.int32, (1, 1, num_blocks), 2)
     own = query_block[:, :, None]
     forced = (block < init_blocks) | ((block >= own - local_blocks) & (block <= own))
@@ -169,8 +184,6 @@ def _choose(
     keys = jnp.pad(
         keys, ((0, 0), (0, 0), (0, blocks - num_blocks)), constant_values=mosaic_top_k.NEVER
     )
-    padded_width = -(-width // 128) * 128
-    select = mosaic_top_k.top_k(b * k, blocks, padded_width)
+    select = mosaic_top_k.top_k(b * k, blocks, width)
     ids, count = select(keys.reshape(b * k, blocks), jnp.repeat(limit, k))
-    ids = ids[:, :width].reshape(b, k, 1, width)
-    return Selection(ids=ids, count=count.reshape(b, k, 1))
+    return Selection(ids=ids.reshape(b, k, 1, width), count=count.reshape(b, k, 1))

@@ -17,6 +17,8 @@ from jaxtyping import Array, Float32, Int32
 
 # Scores of one chunk: 64 words of 32 bits.
 CHUNK = 2048
+# Words looked at together when ids are unpacked.
+_UNROLL = 8
 # Blocks that the registers of a warpgroup hold: 64 scores a thread.
 MAX_BLOCKS = 8192
 NEVER = np.int32(-(2**31))
@@ -34,7 +36,7 @@ def top_k(rows: int, blocks: int, width: int) -> Callable[..., tuple[jax.Array, 
     Args:
         rows: rows of scores.
         blocks: scores of a row, a multiple of ``CHUNK`` up to ``MAX_BLOCKS``.
-        width: length of the output, a multiple of 128.
+        width: length of the output.
 
     Returns:
         Function (keys int32[rows, blocks] from ``sortable`` or NEVER, limit int32[rows]) to
@@ -42,9 +44,12 @@ def top_k(rows: int, blocks: int, width: int) -> Callable[..., tuple[jax.Array, 
         NEVER, ascending ids, -1 behind them.
     """
     chunks, words = blocks // CHUNK, blocks // 32
+    # A multiple of the threads, and what of it a bulk copy of whole 16 bytes can leave out.
+    padded = -(-width // 128) * 128
+    stored = width if width % 4 == 0 else padded
     id_bits = blocks.bit_length() - 1
 
-    def top_k_kernel(keys, chunked, limits, ids, counts, word_ref, size_ref):
+    def top_k_kernel(keys, chunked, limits, ids, counts, word_ref, size_ref, id_ref):
         row = lax.axis_index("row")
         flat = plgpu.Layout.WG_STRIDED((blocks,), vec_size=4)
         x = plgpu.load(keys.at[row], layout=flat)
@@ -75,20 +80,28 @@ def top_k(rows: int, blocks: int, width: int) -> Callable[..., tuple[jax.Array, 
             word_ref[chunk * 64 : (chunk + 1) * 64] = lax.shift_left(flags, bit).sum(axis=1)
             size_ref[chunk * 64 : (chunk + 1) * 64] = flags.sum(axis=1)
 
-        ids[row] = _unpack(word_ref, size_ref, words, width, k)
+        id_ref[...] = _unpack(word_ref, size_ref, words, padded, k)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(id_ref.at[:stored], ids.at[row])
         counts[row] = k
+        plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         top_k_kernel,
         out_type=[
-            jax.ShapeDtypeStruct((rows, width), jnp.int32),
+            jax.ShapeDtypeStruct((rows, stored), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
         ],
         grid=(rows,),
         grid_names=("row",),
-        scratch_types=[plgpu.SMEM((words,), jnp.int32), plgpu.SMEM((words,), jnp.int32)],
+        scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in (words, words, padded)],
     )
-    return lambda keys, limits: kernel(keys, keys.reshape(rows, chunks, 64, 32), limits)
+
+    def select(keys: jax.Array, limits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ids, counts = kernel(keys, keys.reshape(rows, chunks, 64, 32), limits)
+        return ids[:, :width], counts
+
+    return select
 
 
 def _bisect(bits, at_least, k):
@@ -126,23 +139,25 @@ def _unpack(word_ref, size_ref, words, width, k):
     rank = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
     zero = rank ^ rank
 
-    def find(w, state):
+    def find(i, state):
         word, index, base, seen = state
-        here = (rank >= seen) & (rank < seen + size_ref[w])
-        # `select` of scalars broadcast over the threads.
-        return (
-            jnp.where(here, word_ref[w], word),
-            jnp.where(here, w, index),
-            jnp.where(here, seen, base),
-            seen + size_ref[w],
-        )
+        first = i * _UNROLL
+        # All reads first: they wait for shared memory together.
+        loaded = [(word_ref[first + j], size_ref[first + j]) for j in range(_UNROLL)]
+        for j, (bits, size) in enumerate(loaded):
+            here = (rank >= seen) & (rank < seen + size)
+            word = jnp.where(here, bits, word)
+            index = jnp.where(here, first + j, index)
+            base = jnp.where(here, seen, base)
+            seen = seen + size
+        return word, index, base, seen
 
-    word, index, base, _ = lax.fori_loop(0, words, find, (zero, zero, zero, jnp.int32(0)))
+    word, index, base, _ = lax.fori_loop(
+        0, words // _UNROLL, find, (zero, zero, zero, jnp.int32(0))
+    )
     skip = rank - base
-
-    def drop(i, word):
-        return jnp.where(i < skip, word & (word - 1), word)
-
-    word = lax.fori_loop(0, 31, drop, word)
+    word = lax.fori_loop(
+        0, 31, lambda i, word: jnp.where(i < skip, word & (word - 1), word), word
+    )
     lowest = word & (-word)
     return jnp.where(rank < k, index * 32 + 31 - lax.clz(lowest), jnp.int32(-1))

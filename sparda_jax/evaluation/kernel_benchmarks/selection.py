@@ -51,7 +51,7 @@ def _decode(
 ) -> Iterator[Row]:
     for batch in (8, 32, 64):
         read = batch * HEADS * CAPACITY * HEAD_DIM * 2
-        variants = _variants(batch, query_heads, max(2, min(8, round(400e6 / read))))
+        variants = _variants(batch, query_heads, max(2, min(4, round(150e6 / read))))
         call = functools.partial(select, **RULES, implementation="mosaic")
         timing, outputs = session.time(call, variants)
         floor = read / session.copy_bandwidth * 1e6
