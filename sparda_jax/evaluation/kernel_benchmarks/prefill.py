@@ -1,0 +1,233 @@
+"""Prefill: selection for every token of a prompt, and block-sparse attention over the lists."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.block_selection import (
+    Selection,
+    select_blocks_forecast,
+    select_blocks_multi_head,
+)
+from pallas_kernels.block_sparse_attention import block_sparse_attention, specs
+from pallas_kernels.geometry import BlockGeometry
+from pallas_kernels.teacher_scores import teacher_scores
+from sparda_jax.evaluation.kernel_benchmarks.harness import (
+    Row,
+    Session,
+    Timing,
+    benchmark,
+    converted,
+    time_calls,
+)
+
+GEOMETRY = BlockGeometry(64, 32, 16)
+# Dense bf16 wgmma peak of an H200 by NVIDIA's datasheet, in TFLOP/s.
+PEAK = 989.0
+# MiniCPM4.1-8B selects its own block and the 32 before it (spec/sparda.md 3.3).
+LOCAL_BLOCKS = 32
+
+
+@benchmark("block_sparse_attention")
+def attention(session: Session) -> Iterator[Row]:
+    """TFLOP/s counted on selected pairs; lists whose free blocks drift (see ``specs``).
+
+    ``drift10``: each of the 62 free blocks is redrawn with probability 0.10 from one token to
+    the next; ``random``: every list is drawn anew.
+    """
+    for length in ("24K", "32K", "64K", "128K"):
+        yield from _attention(session, length, ("drift10",))
+    yield from _attention(session, "128K", ("drift5", "drift20", "random"))
+
+
+def _attention(session: Session, length: str, kinds: tuple[str, ...]) -> Iterator[Row]:
+    spec = specs.MINICPM[length]
+    q, kv, positions = _attention_inputs(spec)
+    call = jax.jit(functools.partial(block_sparse_attention, implementation="mosaic"))
+    dense = _dense_time(session, spec, q, kv) if kinds == ("drift10",) else None
+    churns = {"drift5": 0.05, "drift10": 0.1, "drift20": 0.2, "random": 1.0}
+    for kind in kinds:
+        ids = specs.drifting_lists(spec, churns[kind])
+        pairs = float(specs.selected_pairs(ids, positions, spec.block_size))
+        work = pairs * (spec.heads // spec.kv_heads) * 4 * spec.head_dim * 1e-6
+        timing = time_calls(
+            functools.partial(call, q, kv, ids, positions),
+            calls=1,
+            repetitions=session.repetitions,
+        )
+        rate = converted(timing, work)
+        error = None
+        if session.refcheck:
+            error = _attention_error(call(q, kv, ids, positions), q, kv, ids, positions)
+        name = f"block_sparse_attention/{kind}/{length}"
+        yield Row(
+            name=name,
+            timing=rate,
+            unit="TFLOP/s",
+            better="higher",
+            target=300.0 if length == "128K" and kind != "random" else None,
+            of_roofline=rate.median / PEAK,
+            error=error,
+        )
+        sizes = [specs.union_size(ids, tokens) for tokens in (4, 8)]
+        for tokens, size in zip((4, 8), sizes, strict=True):
+            yield Row(f"{name}/union_of_{tokens}", _exact(size), "blocks", "lower")
+        if dense is not None:
+            yield Row(
+                name=f"{name}/time",
+                timing=timing,
+                unit="us",
+                better="lower",
+                target=dense.median,
+                peers={"cudnn dense causal": dense.median},
+            )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attention_inputs(spec: specs.Spec) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(1))
+    blocks = spec.tokens // spec.block_size
+    q = (1, spec.tokens, spec.heads, spec.head_dim)
+    kv = (1, spec.kv_heads, blocks, 2, spec.block_size, spec.head_dim)
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    return normal(keys[0], q), normal(keys[1], kv), jnp.arange(spec.tokens, dtype=jnp.int32)[None]
+
+
+def _dense_time(session: Session, spec: specs.Spec, q: jax.Array, kv: jax.Array) -> Timing:
+    """cuDNN's causal attention over all tokens."""
+    shape = (1, spec.kv_heads, spec.tokens, spec.head_dim)
+    k, v = (kv[:, :, :, i].reshape(shape).swapaxes(1, 2) for i in range(2))
+    dense = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    return time_calls(functools.partial(jax.jit(dense), q, k, v), calls=1, repetitions=3)
+
+
+def _attention_error(
+    out: jax.Array, q: jax.Array, kv: jax.Array, ids: jax.Array, positions: jax.Array
+) -> float:
+    """Relative L2 error of 16 tokens against the reference."""
+    tokens = np.random.default_rng(0).choice(q.shape[1], 16, replace=False)
+    with jax.default_matmul_precision("highest"):
+        expected = block_sparse_attention(
+            q[:, tokens], kv, ids[:, :, tokens], positions[:, tokens], implementation="xla"
+        )
+    expected = np.asarray(expected, np.float64)
+    error = np.asarray(out[:, tokens], np.float64) - expected
+    return float(np.linalg.norm(error) / np.linalg.norm(expected))
+
+
+@benchmark("block_selection/prefill")
+def selection(session: Session) -> Iterator[Row]:
+    """Selection for every token of a prompt of 128K: K=2, G=16, H=128, R=96."""
+    times = {}
+    for name, select in (
+        ("multi_head", select_blocks_multi_head),
+        ("forecast", select_blocks_forecast),
+    ):
+        arguments, rules = _selection_inputs(131072, 32 if name == "multi_head" else 2)
+        timing, memory, chosen = _selection_time(session, select, arguments, rules, "mosaic")
+        peer, _, expected = _selection_time(session, select, arguments, rules, "xla")
+        times[name] = timing.median
+        target = peer.median / 5 if name == "multi_head" else times["multi_head"] / 3
+        path = f"block_selection/{name}/prefill/128K"
+        yield Row(
+            name=path,
+            timing=timing,
+            unit="us",
+            better="lower",
+            target=target,
+            peers={"xla": peer.median},
+            error=_disagreement(chosen, expected) if session.refcheck else None,
+        )
+        yield Row(f"{path}/extra_memory", _exact(memory), "MiB", "lower", target=256.0)
+
+
+def _selection_inputs(tokens: int, heads: int) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    kv_heads, head_dim = 2, 128
+    capacity = GEOMETRY.num_compressed(tokens)
+    keys = jax.random.split(jax.random.key(2))
+    position = jnp.arange(tokens, dtype=jnp.int32)[None]
+    windows = GEOMETRY.complete_windows if heads > kv_heads else GEOMETRY.started_windows
+    arguments = (
+        jax.random.normal(keys[0], (1, tokens, heads, head_dim), jnp.bfloat16),
+        jax.random.normal(keys[1], (1, kv_heads, capacity, head_dim), jnp.bfloat16),
+        position // GEOMETRY.block_size,
+        jnp.minimum(windows(position), capacity),
+    )
+    rules = {
+        "num_blocks": tokens // GEOMETRY.block_size,
+        "geometry": GEOMETRY,
+        "init_blocks": 1,
+        "local_blocks": LOCAL_BLOCKS,
+        "budget": 96,
+    }
+    return arguments, rules
+
+
+def _selection_time(
+    session: Session,
+    select: Callable[..., Selection],
+    arguments: tuple[jax.Array, ...],
+    rules: dict[str, Any],
+    implementation: str,
+) -> tuple[Timing, float, Selection]:
+    """Timing, MiB of device memory beyond arguments and result, result."""
+    call = functools.partial(select, **rules, implementation=implementation)
+    program = jax.jit(call).lower(*arguments).compile()
+    timing = time_calls(
+        functools.partial(program, *arguments),
+        calls=1,
+        repetitions=session.repetitions if implementation == "mosaic" else 2,
+    )
+    analysis = program.memory_analysis()
+    extra = analysis.temp_size_in_bytes / 2**20 if analysis is not None else float("nan")
+    return timing, extra, program(*arguments)
+
+
+def _disagreement(got: Selection, expected: Selection) -> float:
+    """Share of the ids that differ (rounding decides near ties)."""
+    return float((got.ids != expected.ids).sum() / expected.count.sum())
+
+
+@benchmark("teacher_scores")
+def teacher(session: Session) -> Iterator[Row]:
+    """One layer, 64K tokens, N=32, K=2, H=128; both passes' products over visible keys count."""
+    tokens, heads, kv_heads, head_dim = 65536, 32, 2, 128
+    random = jax.random.split(jax.random.key(3))
+    q = jax.random.normal(random[0], (1, tokens, heads, head_dim), jnp.bfloat16)
+    keys = jax.random.normal(random[1], (1, kv_heads, tokens, head_dim), jnp.bfloat16)
+    positions = jnp.arange(tokens, dtype=jnp.int32)[None]
+    call = functools.partial(teacher_scores, geometry=GEOMETRY)
+    program = jax.jit(functools.partial(call, implementation="mosaic"))
+    program = program.lower(q, keys, positions).compile()
+    timing = time_calls(functools.partial(program, q, keys, positions), calls=1, repetitions=3)
+    # Two passes, 2 H operations a pair, half of all pairs visible.
+    work = 2 * heads * 2 * head_dim * tokens * (tokens + 1) / 2 * 1e-6
+    rate = converted(timing, work)
+    error = None
+    if session.refcheck:
+        some = np.random.default_rng(0).choice(tokens, 32, replace=False)
+        with jax.default_matmul_precision("highest"):
+            expected = call(q[:, some], keys, positions[:, some], implementation="xla")
+        expected = np.asarray(expected, np.float64)
+        got = np.asarray(program(q, keys, positions)[:, :, some], np.float64)
+        error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+    yield Row(
+        name="teacher_scores/64K",
+        timing=rate,
+        unit="TFLOP/s",
+        better="higher",
+        target=250.0,
+        of_roofline=rate.median / PEAK,
+        error=error,
+    )
+    extra = program.memory_analysis().temp_size_in_bytes / 2**20
+    yield Row("teacher_scores/64K/extra_memory", _exact(extra), "MiB", "lower", target=2048.0)
+
+
+def _exact(value: float) -> Timing:
+    """A figure that is counted, not timed."""
+    return Timing(value, (value, value), 1)
