@@ -52,12 +52,6 @@ def build(
         )
         ring = tiles.Ring(keys, values, columns, landed, tail_landed)
 
-        def named(step):
-            largest = jnp.int32(-1)
-            for slot in tiles.step_slots(shape, operands, step):
-                largest = lax.max(largest, slot)
-            return largest >= 0
-
         @pl.when(wg == CONSUMERS)
         def _produce():
             plgpu.set_max_registers(40, action="decrease")
@@ -70,7 +64,8 @@ def build(
             @pl.loop(0, shape.steps)
             def _slots(j):
                 wait(j)
-                tiles.load_slots(shape, operands, ring, lax.rem(j, stages), j)
+                ids = tiles.step_slots(shape, operands, j)
+                tiles.load_slots(shape, operands, ring, lax.rem(j, stages), ids)
 
             @pl.loop(0, shape.tail_tiles)
             def _tail(tail_tile):
@@ -90,7 +85,7 @@ def build(
             attend = {"scale": scale, "staging": staging[0].at[wg] if staging else None}
 
             def slot_step(j, carry):
-                stage = lax.rem(j, stages)
+                stage, ids = lax.rem(j, stages), tiles.step_slots(shape, operands, j)
 
                 def attend_slots(*carry):
                     plgpu.barrier_wait(landed.at[stage])
@@ -99,11 +94,11 @@ def build(
                         keys.at[stage],
                         values.at[stage],
                         carry,
-                        columns=tiles.slot_columns(shape, operands, ring, stage, j),
+                        columns=tiles.slot_columns(shape, ring, stage, ids),
                         **attend,
                     )
 
-                carry = lax.cond(named(j), attend_slots, lambda *carry: carry, *carry)
+                carry = lax.cond(tiles.named(ids), attend_slots, lambda *carry: carry, *carry)
                 plgpu.barrier_arrive(consumed.at[stage])
                 return carry
 

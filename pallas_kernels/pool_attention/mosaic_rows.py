@@ -72,12 +72,15 @@ def build(
         # The last unit has the fewest slots to attend, so it takes the tail.
         total = main + (unit == units - 1).astype(jnp.int32) * shape.tail_tiles
 
-        def load(j):
+        def step_ids(j):
+            return tiles.step_slots(shape, operands, j * units + unit)
+
+        def load(j, ids):
             stage = lax.rem(j, stages)
 
             @pl.when(j < main)
             def _slots():
-                tiles.load_slots(shape, operands, ring, stage, j * units + unit)
+                tiles.load_slots(shape, operands, ring, stage, ids)
 
             if shape.tail_tiles:
 
@@ -89,12 +92,17 @@ def build(
         def _load_q():
             plgpu.copy_gmem_to_smem(q.at[batch, head], q_tile.at[pl.ds(0, shape.rows)], q_landed)
 
+        # Ids are read one step before their copy starts: a load from global memory takes as
+        # long as a quarter of a tile's arithmetic.
+        ahead = tuple(step_ids(jnp.int32(j)) for j in range(stages + 1))
         for j in range(stages):
-            load(jnp.int32(j))
+            load(jnp.int32(j), ahead[j])
         plgpu.barrier_wait(q_landed)
 
-        def slot_step(j, carry):
-            stage, step = lax.rem(j, stages), j * units + unit
+        def slot_step(j, state):
+            carry, ahead = state
+            ids, stage = ahead[0], lax.rem(j, stages)
+            next_ids = step_ids(j + (stages + 1))
 
             def attend(*carry):
                 plgpu.barrier_wait(ring.landed.at[stage])
@@ -104,16 +112,13 @@ def build(
                     ring.values.at[stage],
                     carry,
                     scale=scale,
-                    columns=tiles.slot_columns(shape, operands, ring, stage, step),
+                    columns=tiles.slot_columns(shape, ring, stage, ids),
                     staging=stage_to,
                 )
 
-            largest = jnp.int32(-1)
-            for slot in tiles.step_slots(shape, operands, step):
-                largest = lax.max(largest, slot)
-            carry = lax.cond(largest >= 0, attend, lambda *carry: carry, *carry)
-            load(j + stages)
-            return carry
+            carry = lax.cond(tiles.named(ids), attend, lambda *carry: carry, *carry)
+            load(j + stages, ahead[stages])
+            return carry, (*ahead[1:], next_ids)
 
         def tail_step(j, carry):
             stage = lax.rem(j, stages)
@@ -135,10 +140,11 @@ def build(
                 rows=rows,
                 staging=stage_to,
             )
-            load(j + stages)
+            load(j + stages, none)
             return carry
 
-        carry = lax.fori_loop(0, main, slot_step, tiles.initial(shape.head_dim))
+        carry, _ = lax.fori_loop(0, main, slot_step, (tiles.initial(shape.head_dim), ahead))
+        none = tuple(jnp.int32(-1) for _ in range(shape.slots_per_tile))
         if shape.tail_tiles:
             carry = lax.fori_loop(main, total, tail_step, carry)
 

@@ -126,25 +126,28 @@ class Ring:
     tail_landed: Any
 
 
-def step_slots(shape: Shape, operands: Operands, step: jax.Array) -> list[jax.Array]:
-    """Slot ids of one step; -1 for none, also past the end of the list."""
+# Slot ids of one step.
+Ids = tuple[jax.Array, ...]
+
+
+def step_slots(shape: Shape, operands: Operands, step: jax.Array) -> Ids:
+    """Slot ids of one step, any step; -1 for none, also past the end of the list."""
     n, r = shape.slots_per_tile, shape.selected
     ids = []
     for i in range(n):
         index = step * n + i
-        if r % n:
-            slot = operands.slot_ids[lax.min(index, r - 1)]
-            ids.append(jnp.where(index < r, slot, jnp.int32(-1)))
-        else:
-            ids.append(operands.slot_ids[index])
-    return ids
+        slot = operands.slot_ids[lax.min(index, r - 1)]
+        ids.append(jnp.where(index < r, slot, jnp.int32(-1)))
+    return tuple(ids)
 
 
-def load_slots(
-    shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, step: jax.Array
-) -> None:
+def named(ids: Ids) -> jax.Array:
+    """Whether a step names any slot."""
+    return functools.reduce(lax.max, ids) >= 0
+
+
+def load_slots(shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, ids: Ids) -> None:
     """Starts the copies of the slots of one step; nothing if none is named."""
-    ids = step_slots(shape, operands, step)
     largest = functools.reduce(lax.max, ids)
 
     @pl.when(largest >= 0)
@@ -173,9 +176,7 @@ def load_tail(
     plgpu.copy_gmem_to_smem(operands.tail_columns.at[at], ring.columns.at[stage], barrier)
 
 
-def slot_columns(
-    shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, step: jax.Array
-) -> jax.Array | None:
+def slot_columns(shape: Shape, ring: Ring, stage: jax.Array, ids: Ids) -> jax.Array | None:
     """Additive bias per token of a tile of slots, -inf for slots not named; None if none."""
     bias = plgpu.load(ring.columns.at[stage], layout=BY_COLUMN) if shape.slot_bias else None
     if shape.slots_per_tile == 1:
@@ -183,7 +184,7 @@ def slot_columns(
     token = plgpu.layout_cast(lax.iota(jnp.int32, shape.tile_tokens), BY_COLUMN)
     columns = jnp.zeros_like(token, dtype=jnp.float32) if bias is None else bias
     p = shape.block_size
-    for i, slot in enumerate(step_slots(shape, operands, step)):
+    for i, slot in enumerate(ids):
         missing = (token >= i * p) & (token < (i + 1) * p) & (slot < 0)
         columns = jnp.where(missing, -jnp.inf, columns)
     return columns
