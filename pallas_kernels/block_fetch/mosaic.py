@@ -75,7 +75,9 @@ def write_blocks(
         raise NotImplementedError("the write-back kernel needs a device-typed pool, got <host>")
     if target.shape[0] == 0:
         return pool
-    config = config or FetchConfig(ctas=4, stages=min(4, SHARED_BYTES // _run_bytes(pool)), group=1)
+    config = config or FetchConfig(
+        ctas=4, stages=max(1, min(4, SHARED_BYTES // _run_bytes(pool))), group=1
+    )
     _check_ring(pool, config)
     pool_ref = jax.new_ref(pool)
     _ring_write(pool.shape[1:], pool.dtype, config)(blocks, target, pool_ref)

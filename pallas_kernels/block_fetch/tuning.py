@@ -46,7 +46,7 @@ def fetch_config(run_bytes: int, num_runs: int) -> FetchConfig:
     ctas = 4 if many and run_bytes >= 16384 else 8
     if run_bytes < 1024:
         ctas = 32
-    stages = min(8, SHARED_BYTES // (group * run_bytes))
+    stages = max(1, min(8, SHARED_BYTES // (group * run_bytes)))
     if run_bytes >= 16384:
         stages = min(stages, 6)
     return FetchConfig(ctas=ctas, stages=stages, group=group)

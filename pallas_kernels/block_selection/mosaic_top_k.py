@@ -156,8 +156,6 @@ def _unpack(word_ref, size_ref, words, width, k):
         0, words // _UNROLL, find, (zero, zero, zero, jnp.int32(0))
     )
     skip = rank - base
-    word = lax.fori_loop(
-        0, 31, lambda i, word: jnp.where(i < skip, word & (word - 1), word), word
-    )
+    word = lax.fori_loop(0, 31, lambda i, word: jnp.where(i < skip, word & (word - 1), word), word)
     lowest = word & (-word)
     return jnp.where(rank < k, index * 32 + 31 - lax.clz(lowest), jnp.int32(-1))

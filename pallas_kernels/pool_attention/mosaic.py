@@ -164,7 +164,7 @@ def _tail_operands(
     if shape.row_mask:
         # The bias per token is in `columns` already; the rows only hide.
         rows = jnp.repeat(hidden, group, axis=1)[:, None]
-        rows = _pad(_pad(rows, 2, shape.rows), 3, tokens, -jnp.inf)
+        rows = _pad(_pad(rows, 2, max(mosaic_tiles.ROWS, shape.rows)), 3, tokens, -jnp.inf)
     if tail.shape[3] == 0:
         # Operands of size zero do not lower; nothing reads this one.
         tail = jnp.zeros((*tail.shape[:3], 0, tail.shape[4]), tail.dtype)

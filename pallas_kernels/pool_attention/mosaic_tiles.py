@@ -41,7 +41,7 @@ class Shape:
         rows: query rows per KV head, T*G padded as the kernel wants them.
         tail: tail tokens, a multiple of ``tile_tokens``.
         slot_bias: whether there is a bias per slot token.
-        row_mask: whether every query row has its own tail mask.
+        row_mask: whether every query row has its own tail mask ([64 or rows, E]).
     """
 
     batch: int
