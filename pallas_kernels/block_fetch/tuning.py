@@ -34,8 +34,8 @@ def fetch_config(run_bytes: int, num_runs: int) -> FetchConfig:
     """The default launch for ``num_runs`` runs of ``run_bytes``.
 
     Measured on an H200: runs of 16 or 32 KiB saturate the link with 4 thread blocks when there
-    is much to move; the ramp of a short call wants 8, runs of 4 KiB too.  Copies of 256 bytes are bound
-    by their number (21 GB/s from 8 thread blocks).
+    is much to move; the ramp of a short call wants 8, runs of 4 KiB too.  Copies of 256 bytes
+    are bound by their number: 21 GB/s from 8 thread blocks.
 
     Args:
         run_bytes: size of one contiguous run.

@@ -73,6 +73,13 @@ def build(
                 wait(j)
                 tiles.load_tail(shape, operands, ring, lax.rem(j, stages), tail_tile)
 
+            # Every phase of a barrier is waited for, so that none outlives the kernel.
+            total = shape.steps + shape.tail_tiles
+
+            @pl.loop(max(0, total - stages), total)
+            def _drain(j):
+                plgpu.barrier_wait(consumed.at[lax.rem(j, stages)])
+
         @pl.when(wg < CONSUMERS)
         def _consume():
             plgpu.set_max_registers(232, action="increase")
