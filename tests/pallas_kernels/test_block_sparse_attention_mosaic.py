@@ -113,31 +113,40 @@ def test_refuses(change, message):
         block_sparse_attention(**(case | change), implementation="mosaic")
 
 
-def test_plan_holds_every_block_once():
+@pytest.mark.parametrize("group", [4, 16])
+def test_plan_holds_every_block_once(group):
     rng = np.random.default_rng(0)
-    ids = jnp.asarray(rng.integers(-1, 70, (1, 2, 64, 6)), jnp.int32)
+    ids = rng.integers(-1, 72, (1, 2, 64, 6))  # 70 and 71 do not exist
     positions = jnp.arange(64, dtype=jnp.int32)[None] + 2000
-    made = plan.make_plan(ids, positions, num_blocks=70, block_size=64, group=4, split=True)
+    made = plan.make_plan(
+        jnp.asarray(ids, jnp.int32),
+        positions,
+        num_blocks=70,
+        block_size=64,
+        group=group,
+        split=True,
+    )
     words = np.asarray(made.classes).view(np.uint32)
     members = np.asarray(made.members).view(np.uint32)
+    read = lambda row: {j for j in range(96) if row[j // 32] >> (j % 32) & 1}
+    absent = {-1, 70, 71}
     for k in range(2):
-        for tile in range(8):
-            lists = np.asarray(ids)[0, k, tile * 8 : tile * 8 + 8]
-            classes = [
-                {j for j in range(70) if words[0, k, tile, c, j // 32] >> (j % 32) & 1}
-                for c in range(4)
-            ]
-            sides = [set(lists[:4].ravel()) - {-1}, set(lists[4:].ravel()) - {-1}]
-            partial = {j for j in range(70) if (j + 1) * 64 - 1 > 2000 + tile * 8}
+        for tile in range(64 // (2 * group)):
+            first = tile * 2 * group
+            lists = ids[0, k, first : first + 2 * group]
+            sides = [set(part.ravel()) - absent for part in (lists[:group], lists[group:])]
+            partial = {j for j in range(70) if (j + 1) * 64 - 1 > 2000 + first}
             both = sides[0] & sides[1]
             expected = [both, sides[0] - both, sides[1] - both, sides[0] | sides[1]]
             expected = [e - partial for e in expected[:3]] + [expected[3] & partial]
-            assert classes == expected
-            assert made.counts[0, k, tile].tolist() == [len(c) for c in classes]
-            for t in range(8):
-                token = tile * 8 + t
-                bits = {j for j in range(70) if members[0, k, token // 32, j] >> (token % 32) & 1}
-                assert bits == set(lists[t]) - {-1}
+            assert [read(words[0, k, tile, c]) for c in range(4)] == expected
+            assert made.counts[0, k, tile].tolist() == [len(e) for e in expected]
+        for t in range(64):
+            if group <= plan.FEW:
+                got = read(members[0, k, t])
+            else:
+                got = {j for j in range(96) if members[0, k, t // 32, j] >> (t % 32) & 1}
+            assert got == set(ids[0, k, t]) - absent
 
 
 def test_drifting_lists_name_no_block_twice():
