@@ -12,6 +12,7 @@ the type with which the caller was traced:
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -53,9 +54,13 @@ def fetch_blocks(
         config = config or fetch_config(_run_bytes(pool), source.shape[0])
         _check_ring(pool, config)
         kernel = _ring_fetch(run, pool.dtype, config)
-    slots_ref = jax.new_ref(slots)
-    kernel(pool, source, target, jnp.reshape(count, (1,)), slots_ref)
-    return jax.freeze(slots_ref)
+    count = lax.reshape(count, (1,))
+    if is_host_typed(pool):
+        # ``run_state`` would make a reference of the pool, which JAX refuses in host memory.
+        slots_ref = jax.new_ref(slots)
+        kernel(pool, source, target, count, slots_ref)
+        return jax.freeze(slots_ref)
+    return _updated(slots, lambda ref: kernel(pool, source, target, count, ref))
 
 
 def write_blocks(
@@ -79,14 +84,21 @@ def write_blocks(
         ctas=4, stages=max(1, min(4, SHARED_BYTES // _run_bytes(pool))), group=1
     )
     _check_ring(pool, config)
-    pool_ref = jax.new_ref(pool)
-    _ring_write(pool.shape[1:], pool.dtype, config)(blocks, target, pool_ref)
-    return jax.freeze(pool_ref)
+    kernel = _ring_write(pool.shape[1:], pool.dtype, config)
+    return _updated(pool, lambda ref: kernel(blocks, target, ref))
 
 
 def is_host_typed(array: Array) -> bool:
     """Whether the array's type says that it lies in host memory."""
     return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def _updated(array: Array, update: Callable[[Any], None]) -> Array:
+    """The array after ``update`` has written through a reference to it, in place if it may be.
+
+    ``run_state`` and not ``jax.new_ref``, which does not lower inside ``compute_on``.
+    """
+    return pl.run_state(update)(array)
 
 
 def _run_bytes(pool: Array) -> int:
