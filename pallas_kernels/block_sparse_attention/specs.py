@@ -1,6 +1,7 @@
 """Real shapes of block-sparse prefill, and block lists to test and time it with."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ class Spec:
 MINICPM = {f"{length // 1024}K": Spec(length) for length in (24576, 32768, 65536, 131072)}
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def drifting_lists(
     spec: Spec, churn: float, seed: int = 0, dtype: jnp.dtype = jnp.int32
 ) -> Int32[Array, "1 K T R"]:
@@ -58,7 +60,9 @@ def drifting_lists(
     shape = (spec.kv_heads, spec.tokens, free)
     own = jnp.arange(spec.tokens) // spec.block_size
     # One row per (redraw, slot): the n-th redraw of a slot reads row n.
-    redraws = jnp.cumsum(jax.random.bernoulli(key_change, float(churn), shape), axis=1)
+    redraws = jnp.cumsum(
+        jax.random.bernoulli(key_change, jnp.asarray(churn, jnp.float32), shape), axis=1
+    )
     draws = jax.random.uniform(key_draw, shape)
     u = jnp.take_along_axis(draws, jnp.minimum(redraws, spec.tokens - 1), axis=1)
     span = jnp.maximum(own + 1 - forced, 0)[None, :, None]
@@ -73,6 +77,7 @@ def drifting_lists(
     return jnp.where((own < spec.budget)[:, None], few, ids)[None]
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def selected_pairs(ids: Array, positions: Array, block_size: int) -> Array:
     """(token, key) pairs that the lists select and causality allows, summed over KV heads.
 
@@ -89,9 +94,16 @@ def selected_pairs(ids: Array, positions: Array, block_size: int) -> Array:
     return jnp.where(ids >= 0, seen, 0).astype(jnp.float32).sum()
 
 
-def union_size(ids: Array, tokens: int) -> float:
-    """Mean number of different blocks in the lists of ``tokens`` neighbouring tokens."""
+@functools.partial(jax.jit, static_argnums=1)
+def union_size(ids: Int32[Array, "B K T R"], tokens: int) -> Array:
+    """Mean number of different blocks in the lists of ``tokens`` neighbouring tokens.
+
+    Args:
+        ids: block lists; -1 does not count.
+        tokens: neighbours, a divisor of T.
+    """
     b, k, t, r = ids.shape
     merged = jnp.sort(ids.reshape(b, k, t // tokens, tokens * r), axis=-1)
-    new = jnp.concatenate([merged[..., :1] >= 0, merged[..., 1:] != merged[..., :-1]], axis=-1)
-    return float((new & (merged >= 0)).sum(-1).mean())
+    first = merged[..., :1] >= 0
+    new = jnp.concatenate([first, merged[..., 1:] != merged[..., :-1]], axis=-1)
+    return (new & (merged >= 0)).sum(-1).mean()
