@@ -30,6 +30,10 @@ def kernels(arguments: argparse.Namespace) -> None:
     if arguments.json:
         command = shlex.join(["python", *sys.argv])
         document = kernel_benchmarks.results_document(command, rows, NOTES)
+        if arguments.merge and arguments.json.exists():
+            measured = {row["name"] for row in document["rows"]}
+            before = json.loads(arguments.json.read_text())["rows"]
+            document["rows"][:0] = [row for row in before if row["name"] not in measured]
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -40,6 +44,7 @@ def main() -> None:
     command = commands.add_parser("kernels", help="the Pallas kernels, on a GPU")
     command.add_argument("--refcheck", action="store_true", help="also compare with references")
     command.add_argument("--json", type=pathlib.Path, help="write a results file")
+    command.add_argument("--merge", action="store_true", help="keep the file's other rows")
     command.add_argument("--only", nargs="*", help="benchmarks whose name contains one of these")
     command.set_defaults(run=kernels)
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
 """Pool attention by Mosaic GPU kernels for Hopper."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -87,7 +88,7 @@ def _attend_few(
     splits = config.splits if config else splits_for(shape.batch * shape.heads, shape.steps)
     out_dtype = shape.dtype if splits == 1 else jnp.float32
     stages = config.stages if config else _MAX_STAGES
-    while mosaic_rows.shared_bytes(shape, stages, out_dtype) > SHARED_BYTES and stages > 1:
+    while mosaic_rows.shared_bytes(shape, stages) > SHARED_BYTES and stages > 1:
         stages -= 1
     kernel = mosaic_rows.build(
         shape,
@@ -116,12 +117,18 @@ def _attend_many(
 
 
 def _merge(out: Float32[Array, "S *R H"], lse: Float32[Array, "S *R"]) -> tuple[Array, Array]:
-    """Softmax results over disjoint sets of tokens, merged by their log-sum-exp."""
-    largest = lse.max(axis=0)
+    """Softmax results over disjoint sets of tokens, merged by their log-sum-exp.
+
+    Unrolled, without a reduction: XLA then makes one loop of it.
+    """
+    largest = functools.reduce(jnp.maximum, lse)
     # Where nothing was seen at all the difference would be that of two infinities.
-    weights = jnp.exp(lse - jnp.where(largest > -jnp.inf, largest, 0.0))
-    total = weights.sum(axis=0)
-    merged = (out * weights[..., None]).sum(axis=0)
+    finite = jnp.where(largest > -jnp.inf, largest, 0.0)
+    weights = [jnp.exp(part - finite) for part in lse]
+    total = functools.reduce(jnp.add, weights)
+    merged = functools.reduce(
+        jnp.add, [part * weight[..., None] for part, weight in zip(out, weights, strict=True)]
+    )
     merged = merged / jnp.where(total > 0, total, 1.0)[..., None]
     return merged, jnp.where(total > 0, largest + jnp.log(total), -jnp.inf)
 

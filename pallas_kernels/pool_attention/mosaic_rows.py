@@ -37,7 +37,7 @@ def build(
         splits: thread blocks per (request, KV head).
         stages: tiles in flight per warpgroup.
         scale: factor on the dot products.
-        out_dtype: dtype of the output; float32 when it will be merged.
+        out_dtype: dtype of the output: that of the queries, or float32 to be merged.
         stage_weights: pass softmax weights through shared memory (for the simulator).
 
     Returns:
@@ -51,7 +51,7 @@ def build(
         rest = list(rest)
         tail_rows = rest.pop(0) if shape.row_mask else None
         slot_bias = rest.pop(0) if shape.slot_bias else None
-        out, lse, q_tile, keys, values, columns, other, results, q_landed, *rest = rest
+        out, lse, q_tile, keys, values, columns, other, q_landed, *rest = rest
         landed, tail_landed, merged, *staging = rest
         batch, head, split = (lax.axis_index(name) for name in ("batch", "head", "split"))
         wg = lax.axis_index("wg")
@@ -162,11 +162,15 @@ def build(
                 plgpu.load(ref, layout=layout) for ref, layout in zip(other, layouts, strict=True)
             )
             result, row_lse = tiles.finish(tiles.merge(carry, theirs))
-            results[0][...] = result.astype(out_dtype)
-            results[1][...] = row_lse
+            # Both of what held the queries and the other half have been read.
+            result_tile = q_tile if out_dtype == shape.dtype else other[0]
+            result_tile[...] = result.astype(out_dtype)
+            other[1][...] = row_lse
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(results[0].at[pl.ds(0, shape.rows)], out.at[split, batch, head])
-            plgpu.copy_smem_to_gmem(results[1], lse.at[split, batch, head])
+            plgpu.copy_smem_to_gmem(
+                result_tile.at[pl.ds(0, shape.rows)], out.at[split, batch, head]
+            )
+            plgpu.copy_smem_to_gmem(other[1], lse.at[split, batch, head])
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -182,15 +186,15 @@ def build(
         num_threads=WARPGROUPS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=_scratch(shape, stages, out_dtype, stage_weights),
+        scratch_types=_scratch(shape, stages, stage_weights),
     )
 
 
-def shared_bytes(shape: tiles.Shape, stages: int, out_dtype: jnp.dtype) -> int:
+def shared_bytes(shape: tiles.Shape, stages: int) -> int:
     """Shared memory of one thread block, without the simulator's staging buffer."""
     item, h = jnp.dtype(shape.dtype).itemsize, shape.head_dim
     ring = WARPGROUPS * stages * shape.tile_tokens * (2 * h * item + 4)
-    return ring + tiles.ROWS * h * (item + 4 + jnp.dtype(out_dtype).itemsize) + 4096
+    return ring + tiles.ROWS * h * (item + 4) + 4096
 
 
 class _Offset:
@@ -207,9 +211,7 @@ class _Offset:
         return self._ref.at[self._first + index]
 
 
-def _scratch(
-    shape: tiles.Shape, stages: int, out_dtype: jnp.dtype, stage_weights: bool
-) -> list[Any]:
+def _scratch(shape: tiles.Shape, stages: int, stage_weights: bool) -> list[Any]:
     tok, h, dtype = shape.tile_tokens, shape.head_dim, shape.dtype
     rows, single = tiles.ROWS, jnp.float32
     ring = (WARPGROUPS, stages, tok)
@@ -221,10 +223,6 @@ def _scratch(
         (
             plgpu.SMEM((rows, h), single, transforms=tiles.swizzled(single)),
             plgpu.SMEM((rows,), single),
-            plgpu.SMEM((rows,), single),
-        ),
-        (
-            plgpu.SMEM((rows, h), out_dtype, transforms=tiles.swizzled(out_dtype)),
             plgpu.SMEM((rows,), single),
         ),
         plgpu.Barrier(),

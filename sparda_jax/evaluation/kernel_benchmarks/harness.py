@@ -102,6 +102,7 @@ class Session:
         function: Callable[..., Any],
         variants: Sequence[tuple[jax.Array, ...]],
         *,
+        shared: tuple[jax.Array, ...] = (),
         loops: int = 16,
     ) -> tuple[Timing, list[Any]]:
         """Time of one call of ``function``, timed in a loop inside one program.
@@ -109,15 +110,17 @@ class Session:
         Args:
             function: what to time, traceable.
             variants: arguments, used in turn; together they should exceed the L2 cache.
+            shared: arguments after those of the variant, the same in every call (so that what the
+                compiler derives from them alone it derives once).
             loops: rounds over the variants in one program.
 
         Returns:
             The timing, and the outputs for every variant.
         """
         program = jax.jit(functools.partial(_in_turn, function, loops))
-        outputs = jax.block_until_ready(program(variants))
+        outputs = jax.block_until_ready(program(variants, shared))
         timing = time_calls(
-            lambda: program(variants),
+            lambda: program(variants, shared),
             calls=loops * len(variants),
             repetitions=self.repetitions,
         )
@@ -125,7 +128,10 @@ class Session:
 
 
 def _in_turn(
-    function: Callable[..., Any], loops: int, variants: Sequence[tuple[jax.Array, ...]]
+    function: Callable[..., Any],
+    loops: int,
+    variants: Sequence[tuple[jax.Array, ...]],
+    shared: tuple[jax.Array, ...],
 ) -> list[Any]:
     """``loops`` rounds over all variants.
 
@@ -135,9 +141,9 @@ def _in_turn(
 
     def round_(_: int, outputs: list[Any]) -> list[Any]:
         tied, _ = lax.optimization_barrier((list(variants), outputs))
-        return [function(*arguments) for arguments in tied]
+        return [function(*arguments, *shared) for arguments in tied]
 
-    first = jax.eval_shape(lambda: [function(*arguments) for arguments in variants])
+    first = jax.eval_shape(lambda: [function(*each, *shared) for each in variants])
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
     return lax.fori_loop(0, loops, round_, empty)
 
@@ -196,14 +202,16 @@ def run(names: Iterable[str], session: Session) -> Iterator[Row]:
 def results_document(command: str, rows: Iterable[Row], notes: str) -> dict[str, Any]:
     """The results file: see DESIGN, section 6."""
     device = jax.devices()[0]
+    commit = _commit()
     return {
         "command": command,
-        "commit": _commit(),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device.device_kind,
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
         "notes": notes,
-        "rows": [row.as_json() for row in rows],
+        # A file can hold rows of several runs.
+        "rows": [row.as_json() | {"commit": commit} for row in rows],
     }
 
 
