@@ -23,19 +23,21 @@ def kernels(arguments: argparse.Namespace) -> None:
         if not arguments.only or any(part in name for part in arguments.only)
     ]
     session = kernel_benchmarks.Session(refcheck=arguments.refcheck)
+    command = shlex.join(["python", *sys.argv])
+    before = []
+    if arguments.json and arguments.merge and arguments.json.exists():
+        before = json.loads(arguments.json.read_text())["rows"]
     rows = []
     for row in kernel_benchmarks.run(names, session):
         print(json.dumps(row.as_json()), flush=True)
         rows.append(row)
-    if arguments.json:
-        command = shlex.join(["python", *sys.argv])
-        document = kernel_benchmarks.results_document(command, rows, NOTES)
-        if arguments.merge and arguments.json.exists():
-            measured = {row["name"] for row in document["rows"]}
-            before = json.loads(arguments.json.read_text())["rows"]
-            document["rows"][:0] = [row for row in before if row["name"] not in measured]
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        if arguments.json:
+            # After every row: a run that is cut short keeps what it has measured.
+            document = kernel_benchmarks.results_document(command, rows, NOTES)
+            measured = {new["name"] for new in document["rows"]}
+            document["rows"][:0] = [old for old in before if old["name"] not in measured]
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def main() -> None:
