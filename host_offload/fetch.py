@@ -47,7 +47,14 @@ class ProgramFetcher:
     def __init__(self, pool_layers: tuple[Float[Array, "B K M 2 P H"], ...]):
         self._pool = pool_layers
 
-    def fetch(self, layer, slots, source, target, count):
+    def fetch(
+        self,
+        layer: int,
+        slots: Float[Array, "B K Z 2 P H"],
+        source: Int[Array, " A"],
+        target: Int[Array, " A"],
+        count: Int[Array, ""],
+    ) -> Float[Array, "B K Z 2 P H"]:
         """See `Fetcher.fetch`."""
         runs = block_fetch.fetch_blocks(
             _as_runs(self._pool[layer]), _as_runs(slots), source, target, count
@@ -73,10 +80,17 @@ class EagerFetcher:
         self._insert = jax.jit(_insert, donate_argnums=0)
         self._staging: DoubleBuffer | None = None
 
-    def fetch(self, layer, slots, source, target, count):
+    def fetch(
+        self,
+        layer: int,
+        slots: Float[Array, "B K Z 2 P H"],
+        source: Int[Array, " A"],
+        target: Int[Array, " A"],
+        count: Int[Array, ""],
+    ) -> Float[Array, "B K Z 2 P H"]:
         """See `Fetcher.fetch`."""
-        source, target, count = jax.device_get((source, target, count))
-        if count == 0:
+        sources, targets, misses = jax.device_get((source, target, count))
+        if misses == 0:
             return slots
         runs = self._pool.view(layer)
         runs = runs.reshape(-1, *runs.shape[3:])
@@ -86,11 +100,11 @@ class EagerFetcher:
             )
         step = self._staging.rows
         out_of_range = np.iinfo(np.int32).max
-        for start in range(0, int(count), step):
-            stop = min(start + step, int(count))
-            rows = self._staging.send(runs, source[start:stop])
+        for start in range(0, int(misses), step):
+            stop = min(start + step, int(misses))
+            rows = self._staging.send(runs, sources[start:stop])
             slot_runs = np.full(step, out_of_range, np.int32)
-            slot_runs[: stop - start] = target[start:stop]
+            slot_runs[: stop - start] = targets[start:stop]
             slots = self._insert(slots, rows, jax.device_put(slot_runs, self._sharding))
         return slots
 

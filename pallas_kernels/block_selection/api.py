@@ -55,7 +55,8 @@ def select_blocks_multi_head(
         local_blocks: blocks forced before the query's own block, which is forced too.
         budget: R, blocks to keep, forced ones included.
         width: length of ``ids``, at least ``budget`` (the default).
-        dense: rows b that select every block ``m <= query_block``; ``width`` must hold them.
+        dense: rows b that select every block ``m <= query_block``.  The caller sees to it that
+            ``query_block < width`` there; what does not fit is dropped from the end.
         mask_future: a block after the query's own is never a candidate.  False lets it
             compete and then drops it, as the original does: for parity tests only.
         scale: factor on the dot products; 1/sqrt(H) by default.
@@ -65,8 +66,8 @@ def select_blocks_multi_head(
         The selection, ids ascending.
 
     Raises:
-        ValueError: shapes that do not fit; a budget below 1 or above ``width``; ``dense``
-            given with ``width < num_blocks``; negative init or local blocks.
+        ValueError: shapes that do not fit; a budget below 1 or above ``width``;
+            negative init or local blocks.
         NotImplementedError: "mosaic" cannot be served.
     """
     sizes = layout.match(
@@ -179,8 +180,6 @@ def _checked_rules(
         )
     if width < budget:
         raise ValueError(f"width {width} is smaller than the budget of {budget} blocks")
-    if dense is not None and width < num_blocks:
-        raise ValueError(f"dense rows need width >= num_blocks {num_blocks}, got {width}")
     return {
         "num_blocks": num_blocks,
         "init_blocks": init_blocks,

@@ -133,7 +133,7 @@ def _select(
     whole = mosaic_pooled.keys_whole(compressed)
     limit = jnp.full((b,), budget, jnp.int32)
     if dense is not None:
-        limit = jnp.where(dense, num_blocks, limit)
+        limit = jnp.where(dense, min(num_blocks, width), limit)
 
     def one(args: tuple[Array, Array, Array]) -> Array:
         q, query_block, visible = args

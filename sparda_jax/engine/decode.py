@@ -148,7 +148,9 @@ def attend_layer(
 ) -> Float[Array, "B 1 D"]:
     """Second phase: attention over the selected blocks and the tail block, output, MLP."""
     tail, mask = caches.tail_block(cache, step.position, block_size)
-    return layer.finish(x, pool_attention(q, cache.blocks, rows, tail, mask))
+    attention = pool_attention(q, cache.blocks, rows, tail, mask)
+    assert not isinstance(attention, tuple)  # only with return_lse
+    return layer.finish(x, attention)
 
 
 def _dense_layer(

@@ -24,9 +24,10 @@ from sparda_jax.engine.state import (
     DecodeState,
     DenseCache,
     LayerCache,
+    SamplingState,
     SparseCache,
     StepOutput,
-    sampling_arrays,
+    sampling_fields,
 )
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import RopeTable, rope_table
@@ -172,8 +173,22 @@ class Generation:
         Args:
           progress: called with (done, total) units of work.
         """
-        engine, plan, report = self._engine, self.plan, self.report
-        start, compiled = time.perf_counter(), engine.programs.compile_seconds
+        report, programs = self.report, self._engine.programs
+        start, compiled = time.perf_counter(), programs.compile_seconds
+        try:
+            layers = self._run_prompts(progress)
+        finally:
+            # Also those of an interrupted prefill, of which no prompt token counts as done.
+            report.prefill_compile_seconds = programs.compile_seconds - compiled
+            report.prefill_seconds = time.perf_counter() - start - report.prefill_compile_seconds
+            if self.pool is not None:
+                report.host_kv_bytes = self.pool.nbytes
+        report.prefill_tokens = int(np.sum(self._lengths))
+        report.context_tokens = int(np.max(self._lengths))
+        report.device_kv_bytes = memory.tree_bytes(layers)
+
+    def _run_prompts(self, progress: Progress | None) -> list[LayerCache]:
+        engine, plan = self._engine, self.plan
         tokens, lengths = engine.put(pad_prompts(self._prompts, plan.padded_length))
         x = engine.programs.on_model(prefill.embed)(engine.parameters.arrays, tokens)
         chunk = min(engine.config.prefill_chunk, plan.padded_length)
@@ -190,12 +205,7 @@ class Generation:
             x.block_until_ready()
             layers.append(cache)
         self._first_token(x, lengths, tuple(layers))
-        report.prefill_compile_seconds = engine.programs.compile_seconds - compiled
-        report.prefill_seconds = time.perf_counter() - start - report.prefill_compile_seconds
-        report.prefill_tokens = int(np.sum(self._lengths))
-        report.device_kv_bytes = memory.tree_bytes(layers)
-        if self.pool is not None:
-            report.host_kv_bytes = self.pool.nbytes
+        return layers
 
     def _prefill_layer(
         self, index: int, x: jax.Array, lengths: jax.Array, chunk: int
@@ -227,17 +237,14 @@ class Generation:
         self, x: jax.Array, lengths: jax.Array, layers: tuple[LayerCache, ...]
     ) -> None:
         engine, batch = self._engine, self.plan.batch
-        budget = np.array([request.max_new_tokens for request in self._requests], np.int32)
-        fresh = DecodeState(
-            lengths=np.zeros(batch, np.int32),
-            last_token=np.zeros(batch, np.int32),
-            active=np.ones(batch, bool),
-            failed=np.zeros(batch, bool),
-            remaining=budget,
-            sampling=sampling_arrays(self._requests),
-            layers=(),
-        )
-        state = dataclasses.replace(engine.put(fresh), lengths=lengths)
+        fields = {
+            "last_token": np.zeros(batch, np.int32),
+            "active": np.ones(batch, bool),
+            "failed": np.zeros(batch, bool),
+            "remaining": np.array([r.max_new_tokens for r in self._requests], np.int32),
+        }
+        sampling = SamplingState(**engine.put(sampling_fields(self._requests)))
+        state = DecodeState(lengths=lengths, sampling=sampling, layers=(), **engine.put(fields))
         run = engine.programs.on_model(prefill.first_token)
         state, tokens, emitted = run(engine.parameters.arrays, x, state)
         self.state = dataclasses.replace(state, layers=layers)
@@ -300,10 +307,8 @@ class Generation:
         if self.state is None:
             raise RuntimeError("prefill has not run")
         report = self.report
-        for row, token in self._first:
-            self._tokens[row].append(token)
-            yield row, token
-        self._first = []
+        first, self._first = self._first, []
+        yield from self._record(first)
         if not np.any(self._active):
             return
         start = time.perf_counter()
@@ -323,9 +328,18 @@ class Generation:
             report.decode_seconds += time.perf_counter() - start - late
             report.add_steps(outputs)
             report.context_tokens = int(np.max(lengths))
-            for step, row in np.argwhere(outputs.emitted):
-                self._tokens[row].append(int(outputs.tokens[step, row]))
-                yield int(row), self._tokens[row][-1]
+            yield from self._record(
+                [
+                    (int(row), int(outputs.tokens[step, row]))
+                    for step, row in np.argwhere(outputs.emitted)
+                ]
+            )
+
+    def _record(self, drawn: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Keeps what was drawn before the caller, who may stop at any token, sees the first."""
+        for row, token in drawn:
+            self._tokens[row].append(token)
+        return drawn
 
     def results(self) -> list[RequestResult]:
         """The requests as they stand; unfinished ones count as interrupted."""

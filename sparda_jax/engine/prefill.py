@@ -102,6 +102,7 @@ def sparse_chunk(
     part, q, positions = _chunk(layer, rope, x, start, size)
     selection = select_prefill(q, compressed, positions, lengths, sparse, kv.shape[2])
     attention = block_sparse_attention(q, kv, selection.ids, positions)
+    assert not isinstance(attention, tuple)  # only with return_lse
     return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(part, attention), start, axis=1)
 
 

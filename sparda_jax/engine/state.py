@@ -77,19 +77,19 @@ class SamplingState:
     stop_ids: Int[Array, "B E"]
 
 
-def sampling_arrays(requests: Sequence[SamplingParams]) -> SamplingState:
-    """Numpy arrays for the settings of a batch; the caller puts them on the device."""
+def sampling_fields(requests: Sequence[SamplingParams]) -> dict[str, np.ndarray]:
+    """The fields of `SamplingState` for a batch, on the host."""
     width = max(1, *(len(request.stop_token_ids) for request in requests))
     stops = np.full((len(requests), width), -1, np.int32)
     for row, request in enumerate(requests):
         stops[row, : len(request.stop_token_ids)] = request.stop_token_ids
-    return SamplingState(
-        temperature=np.array([request.temperature for request in requests], np.float32),
-        top_k=np.array([request.top_k for request in requests], np.int32),
-        top_p=np.array([request.top_p for request in requests], np.float32),
-        seed=np.array([request.seed for request in requests], np.uint32),
-        stop_ids=stops,
-    )
+    return {
+        "temperature": np.array([request.temperature for request in requests], np.float32),
+        "top_k": np.array([request.top_k for request in requests], np.int32),
+        "top_p": np.array([request.top_p for request in requests], np.float32),
+        "seed": np.array([request.seed for request in requests], np.uint32),
+        "stop_ids": stops,
+    }
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ from pallas_kernels.block_selection import Selection, select_blocks_multi_head
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
-from sparda_jax.typing import Array, Bool, Float, Int
+from sparda_jax.typing import Array, Float, Int
 
 
 def selection_width(sparse: SparseConfig, num_blocks: int) -> int:
@@ -51,11 +51,10 @@ def select_prefill(
         ids `[B, K, T, R]` with R = `selection_width`, and counts.
     """
     geometry = sparse.geometry
-    query_block = positions // geometry.block_size
-    selection = select_blocks_multi_head(
+    return select_blocks_multi_head(
         q,
         compressed,
-        query_block,
+        positions // geometry.block_size,
         geometry.complete_windows(positions),
         num_blocks=num_blocks,
         geometry=geometry,
@@ -63,24 +62,8 @@ def select_prefill(
         local_blocks=sparse.local_blocks,
         budget=sparse.budget_blocks,
         width=selection_width(sparse, num_blocks),
+        dense=None if sparse.dense_len == 0 else lengths < sparse.dense_len,
     )
-    if sparse.dense_len == 0:
-        return selection
-    return _with_dense_rows(selection, query_block, lengths < sparse.dense_len)
-
-
-def _with_dense_rows(
-    selection: Selection, query_block: Int[Array, "B T"], dense: Bool[Array, " B"]
-) -> Selection:
-    """Every block up to the query's own, in the rows that are dense.
-
-    The operation's own `dense` argument asks for a width of all M blocks, which a long cache
-    would make every sparse row pay for; a dense row is short by definition.
-    """
-    block = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32)
-    every = jnp.where(block <= query_block[:, None, :, None], block, -1)
-    ids = jnp.where(dense[:, None, None, None], every, selection.ids)
-    return Selection(ids=ids, count=(ids >= 0).sum(axis=-1, dtype=jnp.int32))
 
 
 def select_decode(

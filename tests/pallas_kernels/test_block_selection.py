@@ -204,7 +204,6 @@ def test_dense_rows_select_every_block_up_to_their_own(rng):
         ({"width": 2}, "width 2 is smaller than the budget of 3 blocks"),
         ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
         ({"local_blocks": -1}, "must not be negative, got 1, -1"),
-        ({"dense": jnp.array([True])}, "dense rows need width >= num_blocks 6, got 3"),
     ],
 )
 def test_bad_rules(change, message):
