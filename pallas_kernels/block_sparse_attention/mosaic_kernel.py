@@ -210,13 +210,6 @@ def _member_bits(shape: Shape, members: Any, group: Any, block: Any) -> list[Any
     """Words of one bit per token of the group: who selected the block."""
     tokens = shape.group
     first = group * tokens
-    if tokens <= planning.FEW:
-        word, place = lax.div(block, 32), lax.rem(block, 32)
-        bits = jnp.int32(0)
-        for t in range(tokens):
-            bit = lax.shift_right_logical(members[first + t, word], place) & 1
-            bits = bits | (bit << t)
-        return [bits]
     row = lax.div(first, 32)
     if tokens >= 32:
         return [members[row + w, block] for w in range(shape.mask_words)]

@@ -3,7 +3,7 @@
 Two passes over the fine keys (log-sum-exp, then probabilities summed over the group and pooled
 in registers), in chunks of query tokens that bound the scratch.
 
-Not yet run on a GPU.
+Ran on an H200 (jax 0.11.2): equal to the reference on all shapes tried.
 """
 
 import jax.numpy as jnp

@@ -30,5 +30,6 @@ def test_equals_reference(tokens, kv_heads, group, head_dim, length, kernel, str
     with jax.default_matmul_precision("highest"):
         reference = jax.jit(lambda *a: teacher_scores(*a, **options, implementation="xla"))
         expected = np.asarray(reference(*arguments), np.float64)
-    assert np.linalg.norm(got - expected) < 1e-4 * np.linalg.norm(expected)
+    # XLA may leave out the rounding of the reference's fine keys to bfloat16 (2e-3 each).
+    assert np.linalg.norm(got - expected) < 3e-3 * np.linalg.norm(expected)
     assert (np.asarray(run(*arguments)) == got).all()

@@ -39,7 +39,7 @@ def attention(session: Session) -> Iterator[Row]:
     ``drift10``: each of the 62 free blocks is redrawn with probability 0.10 from one token to
     the next; ``random``: every list is drawn anew.
     """
-    for length in ("24K", "32K", "64K", "128K"):
+    for length in ("24K", "32K", "128K"):
         yield from _attention(session, length, ("drift10",))
     yield from _attention(session, "128K", ("drift5", "drift20", "random"))
 
