@@ -29,7 +29,8 @@ LSE_KEYS = 128
 LSE_STAGES = 4
 _LOG2E = math.log2(math.e)
 _ROW = plgpu.Layout.WGMMA.reduce(1)
-_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# A type checker takes the two for abstract classes.
+_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,10 @@ def _lse_kernel(shape: Shape, scale: float, refs: dict[str, Any]) -> None:
         lax.fori_loop(0, stages, fill, None)
         # The simulator wants every release observed before the barriers go.
         for slot in range(LSE_STAGES):
-            pl.when(slot < stages)(lambda slot=slot: plgpu.barrier_wait(refs["k_free"].at[slot]))
+
+            @pl.when(slot < stages)
+            def _drain(slot: int = slot) -> None:
+                plgpu.barrier_wait(refs["k_free"].at[slot])
 
 
 def _lse_consume(
@@ -343,15 +347,15 @@ def _pool(shape: Shape, parts: list[Any], visible: Any, first: Any, nothing: flo
     """Maximum over the keys r m - 1 + i of block m; an invisible key counts as ``nothing``."""
     r = shape.strides
     block = plgpu.broadcasted_iota(jnp.int32, parts[0].shape, 1, layout=plgpu.Layout.WGMMA) + first
-    best = None
+    pooled_parts = []
     for i, part in enumerate(parts):
         # Key r m - 1 + i < visible, in terms of m, so that the division is per row.
         limit = lax.div(visible + (r - i), jnp.int32(r))
         seen = block < lax.broadcast_in_dim(limit, part.shape, [0])
         if i == 0:
             seen = seen & (block > 0)
-        part = jnp.where(seen, part, nothing)
-        best = part if best is None else jnp.maximum(best, part)
+        pooled_parts.append(jnp.where(seen, part, nothing))
+    best = functools.reduce(jnp.maximum, pooled_parts)
     # Blocks whose first key r m - 1 (0 for m = 0) does not exist, visible or not.
     pooled = shape.compressed // r if shape.compressed else -1
     return jnp.where(block <= pooled, best, -jnp.inf)

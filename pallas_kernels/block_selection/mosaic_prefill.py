@@ -135,7 +135,7 @@ def _select(
     if dense is not None:
         limit = jnp.where(dense, min(num_blocks, width), limit)
 
-    def one(args: tuple[Array, Array, Array]) -> Array:
+    def one(args: tuple[Array, ...]) -> Array:
         q, query_block, visible = args
         rows = q.reshape(b * chunk, n, h)
         lse = None

@@ -96,7 +96,7 @@ def _attend(
         None if key_bias is None else key_bias.astype(jnp.float32).reshape(b * k * m, p),
     )
     out = _tokens(out.reshape(b, -1, k, shape.unit_rows, h), shape, g)[:, :t]
-    if not return_lse:
+    if lse is None:
         return out
     lse = lse.reshape(b, k, t_pad, padded)[..., :g]
     return out, lse.transpose(0, 2, 1, 3).reshape(b, t_pad, n)[:, :t]
@@ -146,7 +146,7 @@ def _call(
     """Launches the kernel: one thread block per (request, KV head, tile)."""
     h, stages = shape.head_dim, tuning.stages
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    scratch = {
+    scratch: dict[str, Any] = {
         "q_smem": plgpu.SMEM((2, ROWS, h), q.dtype, transforms=tiled),
         "k_smem": plgpu.SMEM((stages, KEYS, h), q.dtype, transforms=tiled),
         "v_smem": plgpu.SMEM((stages, KEYS, h), q.dtype, transforms=tiled),

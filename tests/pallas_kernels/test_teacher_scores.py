@@ -59,7 +59,7 @@ def test_a_grid_that_is_not_finer_is_refused():
 
 
 @needs_mosaic
-@pytest.mark.parametrize("settings", [{}, {"kv_heads": 2, "group": 1, "length": 330}])
+@pytest.mark.parametrize("settings", [{"kv_heads": 2, "tokens": 4}])
 def test_kernel_equals_reference(settings):
     case = _case(1, **settings)
     expected = teacher_scores(*case, geometry=BlockGeometry(), implementation="xla")
