@@ -8,6 +8,8 @@ the type with which the caller was traced:
   saturate the link.
 * ``<host>``-typed pool (any jit): bulk copies are refused at trace time, so warps load into
   registers; needs more multiprocessors for a little less speed.
+
+Ran on an H200 (jax 0.11.2), both ways, in and out of loops, in place.
 """
 
 import math

@@ -58,7 +58,7 @@ def fetch(session: Session) -> Iterator[Row]:
             timing, wrong = _measure(session, case, run, runs, config)
             rate = converted(timing, runs * run_bytes * 1e-3)
             yield Row(
-                name=f"block_fetch/{run_bytes}B/{megabytes}MB/ctas{config.ctas}",
+                name=f"block_fetch/{run_bytes}B/{megabytes}MB/ctas{config.ctas}x{config.stages}",
                 timing=rate,
                 unit="GB/s",
                 better="higher",

@@ -129,6 +129,9 @@ def _compile(
                 fetched = slots[upcoming]
                 if what != "compute":
                     named = (inputs["source"], inputs["target"], inputs["count"])
+                    # A selection comes from the layer before; without this tie XLA starts the
+                    # fetches of all layers at once, and copies slots that are still read.
+                    named, x = lax.optimization_barrier((named, x))
                     fetched = overlap.on_stream(fetch, overlap.COPY_STREAM)(
                         pool, slots[upcoming], *named
                     )
