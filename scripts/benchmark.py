@@ -1,4 +1,4 @@
-"""Benchmarks; ``kernels --refcheck --json results/h200/kernels.json`` writes the kernels' table."""
+"""Benchmarks; each subcommand prints rows and can write a results file."""
 
 import argparse
 import json
@@ -40,6 +40,34 @@ def kernels(arguments: argparse.Namespace) -> None:
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
+DECODE_NOTES = (
+    "SmolLM2-135M-Instruct, float32, batch 1, greedy, 64 timed steps a repetition after a warm-up "
+    "run; compile time excluded.  decode/dense/256: context grows to 256 tokens; its target is "
+    "twice the time numpy needs to sum every weight once, measured alternately in the same run."
+)
+
+
+def decode(arguments: argparse.Namespace) -> None:
+    import jax.numpy as jnp
+
+    from sparda_jax.assets import load_excerpt
+    from sparda_jax.checkpoints.load import load_pretrained
+    from sparda_jax.evaluation import decode_benchmark
+
+    model, tokenizer = load_pretrained("default", dtype=jnp.dtype("float32"))
+    assert tokenizer is not None
+    tokens = tokenizer.encode(load_excerpt())
+    rows = []
+    for row in decode_benchmark.rows(model, tokens, context=arguments.context):
+        print(json.dumps(row.as_json()), flush=True)
+        rows.append(row)
+    if arguments.json:
+        command = shlex.join(["python", *sys.argv])
+        document = kernel_benchmarks.results_document(command, rows, DECODE_NOTES)
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -49,6 +77,10 @@ def main() -> None:
     command.add_argument("--merge", action="store_true", help="keep the file's other rows")
     command.add_argument("--only", nargs="*", help="benchmarks whose name contains one of these")
     command.set_defaults(run=kernels)
+    command = commands.add_parser("decode", help="decode steps of the default model, on this CPU")
+    command.add_argument("--json", type=pathlib.Path, help="write a results file")
+    command.add_argument("--context", type=int, default=6000, help="tokens of the long prompt")
+    command.set_defaults(run=decode)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

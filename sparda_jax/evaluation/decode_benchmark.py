@@ -1,0 +1,82 @@
+"""Time of decode steps through the engine, against the time to read the weights once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from sparda_jax.config import EngineConfig, SamplingParams
+from sparda_jax.engine.generate import Engine
+from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
+from sparda_jax.models.decoder import Decoder
+
+# (name, settings) of the engines compared.
+MODES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("dense", {"mode": "dense"}),
+    ("sparse", {"mode": "sparse"}),
+    ("sparse_host_program", {"mode": "sparse", "offload": "host"}),
+    ("sparse_host_eager", {"mode": "sparse", "offload": "host", "fetch": "eager"}),
+)
+
+
+def _timing(milliseconds: list[float]) -> Timing:
+    return Timing(
+        statistics.median(milliseconds), (min(milliseconds), max(milliseconds)), len(milliseconds)
+    )
+
+
+def read_weights(model: Decoder, repetitions: int) -> list[float]:
+    """Milliseconds that numpy needs to sum every parameter once, each repetition."""
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
+    times = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        for array in arrays:
+            array.sum()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def step_times(engine: Engine, prompt: list[int], steps: int, repetitions: int) -> list[float]:
+    """Milliseconds a decode step takes, averaged over ``steps``, each repetition; compiled before.
+
+    The timed steps follow the prompt, so the context grows from ``len(prompt)`` by ``steps``.
+    """
+    times = []
+    for _ in range(repetitions + 1):
+        _, report = engine.generate([prompt], SamplingParams(max_new_tokens=steps + 1))
+        times.append(1e3 * report.decode_seconds / report.steps)
+    return times[1:]
+
+
+def rows(
+    model: Decoder, tokens: list[int], *, context: int, steps: int = 64, repetitions: int = 5
+) -> Iterator[Row]:
+    """Rows of the benchmark.
+
+    Args:
+      model: parameters.
+      tokens: text to take prompts from, at least ``context`` tokens.
+      context: tokens of the long prompt.
+      steps: timed steps per repetition.
+      repetitions: of everything.
+    """
+    short = EngineConfig(mode="dense", max_length=256)
+    prompt = tokens[: 256 - steps - 1]
+    # Alternately, so that both meet the same state of the machine.
+    engine = Engine(model, config=short)
+    reads, decodes = [], []
+    for _ in range(repetitions):
+        reads += read_weights(model, 1)
+        decodes += step_times(engine, prompt, steps, 1)
+    read = _timing(reads)
+    yield Row("decode/weights_read_by_numpy", read, "ms", "lower")
+    yield Row("decode/dense/256", _timing(decodes), "ms", "lower", target=2 * read.median)
+    for name, settings in MODES:
+        engine = Engine(model, config=EngineConfig(**settings))  # type: ignore[arg-type]
+        times = step_times(engine, tokens[:context], steps, repetitions)
+        yield Row(f"decode/{name}/{context}", _timing(times), "ms", "lower")
