@@ -27,7 +27,7 @@ def _compiled(function, shardings, operands, **options):
 
 def _operands(rng, run, named):
     pool = jnp.asarray(rng.normal(size=(RUNS, *run)), jnp.bfloat16)
-    slots = jnp.full((RUNS, *run), jnp.nan, jnp.bfloat16)
+    slots = jnp.full((RUNS, *run), -7, jnp.bfloat16)
     source = jnp.asarray(rng.integers(0, RUNS, named), jnp.int32)
     target = jnp.asarray(rng.permutation(RUNS)[:named], jnp.int32)
     return pool, slots, source, target
