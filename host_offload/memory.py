@@ -39,7 +39,7 @@ def tree_bytes(tree: object) -> int:
 def format_bytes(count: float) -> str:
     """Bytes as text in binary units, for example ``12.5 MiB``."""
     for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
+        if round(abs(count), 1) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
@@ -61,11 +61,17 @@ def pinned_limit_bytes(device: jax.Device) -> int | None:
     """Most bytes XLA will pin on the host for ``device``; None where it sets no limit (CPU)."""
     if device.platform == "cpu":
         return None
-    return int(float(os.environ.get(PINNED_LIMIT_VARIABLE, PINNED_LIMIT_DEFAULT_GB)) * 2**30)
+    text = os.environ.get(PINNED_LIMIT_VARIABLE, str(PINNED_LIMIT_DEFAULT_GB))
+    try:
+        return int(float(text) * 2**30)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{PINNED_LIMIT_VARIABLE} must be a number of GiB, got {text!r}") from None
 
 
 def free_device_bytes(device: jax.Device) -> int | None:
     """Bytes that can still be allocated on ``device``; None where the back end does not say."""
+    if device.platform == "cpu":
+        return available_host_bytes()
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -85,9 +91,10 @@ def check_budget(what: str, needed: int, limit: int | None, source: str) -> None
       ValueError: naming need, limit and its source.
     """
     if limit is not None and needed > limit:
-        raise ValueError(
-            f"{what} needs {format_bytes(needed)} but {source} allows {format_bytes(limit)}"
-        )
+        need, most = format_bytes(needed), format_bytes(limit)
+        if need == most:
+            need, most = f"{needed} B", f"{limit} B"
+        raise ValueError(f"{what} needs {need} but {source} allows {most}")
 
 
 def check_host_budget(what: str, needed: int, budget: int | None, device: jax.Device) -> None:
@@ -105,4 +112,5 @@ def check_host_budget(what: str, needed: int, budget: int | None, device: jax.De
 def check_device_budget(what: str, needed: int, budget: int | None, device: jax.Device) -> None:
     """Checks ``needed`` device bytes against the user's budget and the device's free memory."""
     check_budget(what, needed, budget, "the device KV budget (device_kv_bytes)")
-    check_budget(what, needed, free_device_bytes(device), f"free memory of {device}")
+    where = "free host memory" if device.platform == "cpu" else f"free memory of {device}"
+    check_budget(what, needed, free_device_bytes(device), where)

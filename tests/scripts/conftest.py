@@ -24,10 +24,17 @@ from sparda_jax.engine import generate
 from sparda_jax.models.decoder import Decoder
 
 # Blocks so small that a prompt of two lines has more of them than the budget.
-SMALL = (
-    "--block-size=8 --kernel-size=4 --kernel-stride=2 --local-blocks=2 --budget-blocks=6 "
-    "--prefill-chunk=32 --steps-per-call=4 --max-new-tokens=24 --ignore-eos"
-).split()
+SMALL = [
+    "--block-size=8",
+    "--kernel-size=4",
+    "--kernel-stride=2",
+    "--local-blocks=2",
+    "--budget-blocks=6",
+    "--prefill-chunk=32",
+    "--steps-per-call=4",
+    "--max-new-tokens=24",
+    "--ignore-eos",
+]
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
 CONFIG = {

@@ -129,7 +129,7 @@ def test_memory_of_8000_tokens_of_the_default_model(default_model_path, tmp_path
     """Prefill is bounded: 8,000 tokens of the 135M model, float32, weights included, under 3 GB."""
     prompt = tmp_path / "prompt.txt"
     # About 4.1 characters a token; the assertion below holds if that changes.
-    prompt.write_text(load_excerpt()[:33_400])
+    prompt.write_text(load_excerpt()[:33_700])
     options = ["--model", str(default_model_path), "--prompt-file", str(prompt), "--json"]
     options += ["--max-new-tokens=9", "--ignore-eos"]
     code = MEASURE.replace("sys.argv[0]", repr(str(SCRIPT)))
