@@ -5,6 +5,7 @@ Both read the visible compressed keys once, at memory speed, and write float32 s
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -201,7 +202,7 @@ def multi_head_scores(
     )
 
 
-def _row_layout(head_dim: int) -> plgpu.Layout:
+def _row_layout(head_dim: int) -> Any:
     """Registers of a [64, H] tile: 8 neighbouring values a thread, whole rows in one warp."""
     threads_per_row = head_dim // 8
     rows = 32 // threads_per_row

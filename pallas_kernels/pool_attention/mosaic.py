@@ -94,7 +94,7 @@ def _attend(
     tail, columns, row_bias = _tail_operands(shape, tail, tail_mask, tail_bias, rows // t)
     shape = dataclasses.replace(shape, tail=tail.shape[3])
     operands = [queries, slots, slot_ids, tail, columns]
-    if shape.row_mask:
+    if row_bias is not None:
         operands.append(row_bias)
     if slot_bias is not None:
         operands.append(slot_bias.astype(jnp.float32))

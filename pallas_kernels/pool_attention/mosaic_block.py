@@ -39,12 +39,12 @@ def build(
         (out [B,K,rows,H], lse [B,K,rows]).
     """
 
-    def pool_attention_block(q, slots, slot_ids, tail, tail_columns, *rest):
-        rest = list(rest)
+    def pool_attention_block(q, slots, slot_ids, tail, tail_columns, *refs):
+        rest = list(refs)
         tail_rows = rest.pop(0) if shape.row_mask else None
         slot_bias = rest.pop(0) if shape.slot_bias else None
-        out, lse, q_tiles, keys, values, columns, row_lse, q_landed, *rest = rest
-        landed, tail_landed, consumed, turn, *staging = rest
+        out, lse, q_tiles, keys, values, columns, row_lse, q_landed, *barriers = rest
+        landed, tail_landed, consumed, turn, *staging = barriers
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         wg = lax.axis_index("wg")
         operands = tiles.select(
@@ -89,7 +89,10 @@ def build(
                 q.at[batch, head, pl.ds(first, tiles.ROWS)], q_tile, q_landed.at[wg]
             )
             plgpu.barrier_wait(q_landed.at[wg])
-            attend = {"scale": scale, "staging": staging[0].at[wg] if staging else None}
+            attend: dict[str, Any] = {
+                "scale": scale,
+                "staging": staging[0].at[wg] if staging else None,
+            }
 
             def slot_step(j, carry):
                 stage, ids = lax.rem(j, stages), tiles.step_slots(shape, operands, j)

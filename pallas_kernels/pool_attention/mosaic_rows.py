@@ -47,12 +47,12 @@ def build(
     """
     units = splits * WARPGROUPS
 
-    def pool_attention_rows(q, slots, slot_ids, tail, tail_columns, *rest):
-        rest = list(rest)
+    def pool_attention_rows(q, slots, slot_ids, tail, tail_columns, *refs):
+        rest = list(refs)
         tail_rows = rest.pop(0) if shape.row_mask else None
         slot_bias = rest.pop(0) if shape.slot_bias else None
-        out, lse, q_tile, keys, values, columns, other, q_landed, *rest = rest
-        landed, tail_landed, merged, *staging = rest
+        out, lse, q_tile, keys, values, columns, other, q_landed, *barriers = rest
+        landed, tail_landed, merged, *staging = barriers
         batch, head, split = (lax.axis_index(name) for name in ("batch", "head", "split"))
         wg = lax.axis_index("wg")
         operands = tiles.select(
@@ -158,7 +158,7 @@ def build(
         def _merge():
             plgpu.barrier_wait(merged)
             layouts = (plgpu.Layout.WGMMA, tiles.BY_ROW, tiles.BY_ROW)
-            theirs = tuple(
+            theirs: Any = tuple(
                 plgpu.load(ref, layout=layout) for ref, layout in zip(other, layouts, strict=True)
             )
             result, row_lse = tiles.finish(tiles.merge(carry, theirs))

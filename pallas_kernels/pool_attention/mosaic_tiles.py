@@ -263,7 +263,7 @@ def attend(
         plgpu.wgmma(accumulator, staging, values)
         return accumulator[...]
 
-    acc = acc + pl.run_scoped(weighted, plgpu.ACC(acc.shape, jnp.float32))
+    acc = acc + pl.run_scoped(weighted, plgpu.ACC((ROWS, acc.shape[1]), jnp.float32))
     return acc, new_largest, total
 
 

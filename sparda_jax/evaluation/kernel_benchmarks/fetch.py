@@ -85,8 +85,8 @@ def _measure(
     target = jnp.asarray(rng.permutation(runs), jnp.int32)
     loops = max(4, round(600e6 / (runs * np.prod(run) * 2)))
 
-    def program(pool, slots, source, target, count):
-        def fetch_once(i, slots):
+    def program(pool: Any, slots: Any, source: Any, target: Any, count: Any) -> Any:
+        def fetch_once(i: Any, slots: Any) -> Any:
             # Other runs every time: nothing stays in a cache.
             return mosaic.fetch_blocks(
                 pool, slots, (source + i * runs) % total, target, count, config=config
@@ -108,7 +108,7 @@ def _measure(
         same = state["slots"][target] == case.resident[last]
         wrong = 1.0 - float(same.mean())
 
-    def call():
+    def call() -> Any:
         state["slots"] = compiled(case.pool, state["slots"], *operands[2:])
         return state["slots"]
 

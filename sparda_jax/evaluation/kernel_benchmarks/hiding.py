@@ -106,6 +106,7 @@ def _layer(weights: dict[str, jax.Array], inputs: dict[str, jax.Array], x: Any, 
         mask,
         implementation="mosaic",
     )
+    assert isinstance(attention, jax.Array)
     x = x + attention.reshape(batch, -1) @ weights["out"]
     gate_up = normed(x) @ weights["gate_up"]
     gate, up = gate_up[:, :F], gate_up[:, F:]
@@ -117,11 +118,11 @@ def _compile(
 ) -> Callable[..., Any]:
     """Program (pool, weights, inputs, slots of DISTINCT layers) -> (x, slots)."""
 
-    def program(pool, weights, inputs, slots):
-        def fetch(pool, slots, source, target, count):
+    def program(pool: Any, weights: Any, inputs: Any, slots: Any) -> Any:
+        def fetch(pool: Any, slots: Any, source: Any, target: Any, count: Any) -> jax.Array:
             return block_fetch.fetch_blocks(pool, slots, source, target, count)
 
-        def layers(_, state):
+        def layers(_: Any, state: Any) -> Any:
             x, slots = state
             slots = list(slots)
             for i in range(DISTINCT):

@@ -53,14 +53,16 @@ def token_block(session: Session) -> Iterator[Row]:
 
 
 def _call(*operands: jax.Array) -> jax.Array:
-    return pool_attention(*operands, implementation="mosaic")
+    out = pool_attention(*operands, implementation="mosaic")
+    assert isinstance(out, jax.Array)
+    return out
 
 
 def _variants(batch: int, tokens: int, *, heads: int, group: int) -> list[tuple[jax.Array, ...]]:
     rng = np.random.default_rng(batch)
     slots = SELECTED + SPARE
     size = batch * heads * slots * 2 * BLOCK * HEAD_DIM * 2
-    variants = []
+    variants: list[tuple[jax.Array, ...]] = []
     for i in range(max(2, min(4, round(ROTATE / size)))):
         keys = jax.random.split(jax.random.key(i), 3)
         ids = np.stack([rng.permutation(slots)[:SELECTED] for _ in range(batch * heads)])
@@ -93,5 +95,6 @@ def _error(operands: tuple[jax.Array, ...], output: jax.Array) -> float:
     ]
     with jax.default_matmul_precision("highest"):
         expected = pool_attention(*few, implementation="xla")
+    assert isinstance(expected, jax.Array)
     difference = output[:4].astype(jnp.float32) - expected
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected))

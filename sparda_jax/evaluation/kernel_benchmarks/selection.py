@@ -71,7 +71,7 @@ def _decode(
 
 def _variants(batch: int, query_heads: int, count: int) -> list[tuple[jax.Array, ...]]:
     position = jnp.full((batch, 1), TOKENS - 1, jnp.int32)
-    variants = []
+    variants: list[tuple[jax.Array, ...]] = []
     for i in range(count):
         first, second = jax.random.split(jax.random.key(i))
         variants.append(
