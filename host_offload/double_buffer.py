@@ -19,7 +19,8 @@ class DoubleBuffer:
         self._buffers = [np.zeros(shape, dtype) for _ in range(2)]
         self._in_flight: list[jax.Array | None] = [None, None]
         self._sharding = sharding
-        self._aliases = any(device.platform == "cpu" for device in sharding.device_set)
+        devices: set[jax.Device] = sharding.device_set
+        self._aliases = any(device.platform == "cpu" for device in devices)
         self._turn = 0
 
     @property

@@ -1,0 +1,89 @@
+"""The demo's claims about its own text: the answer stands where only selection finds it."""
+
+import json
+
+import pytest
+
+from scripts import decode
+from sparda_jax import demo
+from sparda_jax.assets import load_excerpt
+from sparda_jax.config import SparseConfig
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(default_tokenizer):
+    text = demo.prompt_text(default_tokenizer)
+    return default_tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def test_document_is_the_start_of_the_excerpt_cut_at_a_line(default_tokenizer):
+    text = demo.document(default_tokenizer, demo.DEMO.document_tokens)
+    excerpt = load_excerpt()
+    assert excerpt.startswith(text + "\n")
+    count = len(default_tokenizer.encode(text, add_special=False))
+    assert 0.98 * demo.DEMO.document_tokens < count <= demo.DEMO.document_tokens
+    short = demo.document(default_tokenizer, 300)
+    assert text.startswith(short) and excerpt.startswith(short + "\n")
+
+
+def test_question_follows_the_text(default_tokenizer, prompt_ids):
+    text = demo.prompt_text(default_tokenizer)
+    assert text.endswith(f"\n\n{demo.DEMO.question}")
+    assert 5_900 < len(prompt_ids) < 6_200
+
+
+def test_question_does_not_give_the_answer_away():
+    question = demo.DEMO.question.lower()
+    assert demo.DEMO.answer.lower() not in question
+    assert load_excerpt().count(demo.DEMO.question) == 0
+
+
+def test_answer_stands_once_outside_the_forced_blocks(default_tokenizer, prompt_ids):
+    """Once in the text, and neither in the init block nor in the local ones of any new token."""
+    text = demo.document(default_tokenizer, demo.DEMO.document_tokens)
+    assert text.count(demo.DEMO.answer) == 1
+    position = demo.answer_position(default_tokenizer)
+    end = position + len(default_tokenizer.encode(demo.DEMO.answer, add_special=False))
+    rules = SparseConfig()
+    size = rules.geometry.block_size
+    # The chat template puts a system prompt before the document.
+    shift = len(prompt_ids) - len(default_tokenizer.encode(demo.prompt_text(default_tokenizer)))
+    assert position > rules.init_blocks * size
+    assert end + shift < len(prompt_ids) - (rules.local_blocks + 1) * size
+    # The budget binds: most of the text is not attended.
+    assert rules.budget_tokens < len(prompt_ids) / 3
+
+
+def test_answer_position_is_that_of_the_text(default_tokenizer):
+    position = demo.answer_position(default_tokenizer)
+    text = demo.document(default_tokenizer, demo.DEMO.document_tokens)
+    ids = default_tokenizer.encode(text, add_special=False)
+    assert demo.DEMO.answer in default_tokenizer.decode(ids[position - 1 : position + 20])
+    assert demo.DEMO.answer not in default_tokenizer.decode(ids[:position])
+
+
+def test_an_answer_that_is_not_in_the_text(default_tokenizer):
+    absent = demo.Demo(document_tokens=200, question="?", answer=demo.DEMO.answer)
+    with pytest.raises(ValueError, match=f"the answer '{demo.DEMO.answer}' does not stand in"):
+        demo.answer_position(default_tokenizer, absent)
+
+
+@pytest.mark.slow
+def test_demo_answers_like_dense_with_a_third_of_the_kv(default_model_path, capsys):
+    """What `make decode` shows: minutes on two cores."""
+
+    def answer(*options):
+        arguments = ["--model", str(default_model_path), "--json", *options]
+        assert decode.main(arguments) == 0
+        output = json.loads(capsys.readouterr().out)
+        print(options, output["results"], output["report"])
+        return output["results"][0], output["report"]
+
+    result, report = answer()
+    assert demo.DEMO.answer in result["text"]
+    assert result["finish_reason"] == "stop"
+    assert report["device_kv_bytes"] < report["full_kv_bytes"] / 3
+    assert report["host_kv_bytes"] == report["full_kv_bytes"]
+    assert 0.3 < report["hit_rate"] < 1
+    dense, _ = answer("--mode=dense")
+    assert demo.DEMO.answer in dense["text"]
