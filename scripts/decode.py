@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -133,6 +133,15 @@ def show_prefill(done: int, total: int) -> None:
         note(f"prefill {100 * done // total} %")
 
 
+def progress(interrupt: Any, quiet: bool) -> Callable[[int, int], None]:
+    def advance(done: int, total: int) -> None:
+        interrupt.check()
+        if not quiet:
+            show_prefill(done, total)
+
+    return advance
+
+
 def read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8-sig")
@@ -223,15 +232,19 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def stream(generation: Any, tokenizer: Any, stops: tuple[int, ...], quiet: bool) -> bool:
     """Runs a generation and prints text as it comes; False when it was interrupted."""
+    from sparda_jax.engine.interrupt import DeferredInterrupt
+
     show = generation.plan.batch == 1 and not quiet
     decoder, shown, prefilled = tokenizer.stream_decoder(), False, False
     try:
-        generation.prefill(None if quiet else show_prefill)
-        prefilled = True
-        for _, token in generation:
-            if show and token not in stops:
-                print(decoder.push(token), end="", flush=True)
-                shown = True
+        with DeferredInterrupt() as interrupt:
+            generation.prefill(progress(interrupt, quiet))
+            prefilled = True
+            for _, token in generation:
+                if show and token not in stops:
+                    print(decoder.push(token), end="", flush=True)
+                    shown = True
+                interrupt.check()
     except KeyboardInterrupt:
         if not quiet:
             # The progress of prefill may stand on a line that has not ended.
@@ -246,19 +259,29 @@ def stream(generation: Any, tokenizer: Any, stops: tuple[int, ...], quiet: bool)
 
 def compare(dense: Any, results: Any, quiet: bool) -> float | None:
     """Share of tokens equal to those of dense attention; None when interrupted."""
+    from sparda_jax.engine.interrupt import DeferredInterrupt
     from sparda_jax.evaluation.agreement import equal_share
 
     if not quiet:
         note("the same with dense attention")
     try:
-        dense.prefill(None if quiet else show_prefill)
-        for _ in dense:
-            pass
+        with DeferredInterrupt() as interrupt:
+            dense.prefill(progress(interrupt, quiet))
+            for _ in dense:
+                interrupt.check()
     except KeyboardInterrupt:
         return None
     return equal_share(
         [result.tokens for result in results], [other.tokens for other in dense.results()]
     )
+
+
+def texts_of(results: Any, tokenizer: Any, stops: tuple[int, ...]) -> list[str]:
+    """What each request said, without its stop token."""
+    return [
+        tokenizer.decode([token for token in result.tokens if token not in stops])
+        for result in results
+    ]
 
 
 def summary(report: Any) -> list[str]:
@@ -283,15 +306,20 @@ def summary(report: Any) -> list[str]:
     ]
 
 
-def introduce(prompts: list[list[int]], args: argparse.Namespace, tokenizer: Any) -> None:
+def introduce(
+    prompts: list[list[int]], args: argparse.Namespace, model: Any, tokenizer: Any
+) -> None:
     """What is about to run; for the demo also the question and where its answer stands."""
     from sparda_jax import demo
 
+    made_for = model.config.max_position_embeddings
+    if args.max_length is not None and args.max_length > made_for:
+        note(f"--max-length {args.max_length} exceeds the {made_for} tokens the model was made for")
     note(f"{len(prompts)} x {max(map(len, prompts))} tokens, {args.mode}, KV {args.offload}")
     if args.batch is None and args.prompt is None and args.prompt_file is None:
         note(
             f"a text about Python, its question: {demo.DEMO.question} "
-            f"(the answer stands at token {demo.answer_position(tokenizer)})"
+            f"(the text says it at token {demo.evidence_position(tokenizer)})"
         )
 
 
@@ -329,14 +357,11 @@ def run(args: argparse.Namespace) -> int:
         resident = replace(config, mode="dense", offload="none")
         dense = Engine(model, sparse=sparse, config=resident).prepare(prompts, requests)
     if not args.json:
-        introduce(prompts, args, tokenizer)
+        introduce(prompts, args, model, tokenizer)
     finished = stream(generation, tokenizer, stops, quiet=args.json)
     results, report = generation.results(), generation.report
     del generation  # its KV makes room for that of dense attention
-    texts = [
-        tokenizer.decode([token for token in result.tokens if token not in stops])
-        for result in results
-    ]
+    texts = texts_of(results, tokenizer, stops)
     failed = [row for row, result in enumerate(results) if result.finish_reason == "failed"]
     drawn = any(result.tokens for result in results) or not finished
     if drawn and not args.json:
@@ -344,13 +369,26 @@ def run(args: argparse.Namespace) -> int:
             for row, (text, result) in enumerate(zip(texts, results, strict=True)):
                 print(f"[{row}] ({result.finish_reason}) {text}")
         print("\n" + "\n".join(summary(report)), flush=True)
-    equal = None
+    equal, dense_texts = None, None
     if finished and not failed and dense is not None:
         equal = compare(dense, results, args.json)
         finished = equal is not None
+        dense_texts = texts_of(dense.results(), tokenizer, stops)
     if drawn and args.json:
-        print(as_json(args, results, texts, report, interrupted=not finished, equal_to_dense=equal))
+        print(
+            as_json(
+                args,
+                results,
+                texts,
+                report,
+                interrupted=not finished,
+                equal_to_dense=equal,
+                dense_texts=dense_texts,
+            )
+        )
     elif equal is not None:
+        if len(dense_texts) == 1:
+            print(f"dense answers: {dense_texts[0]}")
         how = "greedy tokens" if args.temperature == 0 else "tokens drawn with the same seed"
         print(f"equal to dense   {100 * equal:9.1f} %       of {how}")
     if failed:

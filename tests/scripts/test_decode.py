@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from scripts import decode
 from sparda_jax import demo
 from sparda_jax.engine import generate
 from sparda_jax.evaluation.agreement import equal_share
@@ -44,6 +45,15 @@ def test_progress_of_prefill_is_shown(run, checkpoint):
     terminal = call("--model", str(checkpoint), *SMALL, "--prompt", PROMPT, terminal=True)
     assert "\rprefill  50 %\r" in terminal.err
     assert terminal.err.endswith("\rprefill 100 %\n")
+
+
+def test_a_longer_maximum_than_the_models_is_said(run, checkpoint, monkeypatch):
+    """It is allowed: RoPE goes on. But nobody should meet the result unawares."""
+    monkeypatch.setattr(decode, "stream", lambda *_, **__: False)
+    longer = ("--prompt", PROMPT, "--max-length=70000")
+    outcome = call("--model", str(checkpoint), *SMALL, *longer)
+    assert "--max-length 70000 exceeds the 65536 tokens the model was made for" in outcome.err
+    assert "made for" not in run("--prompt", PROMPT).err
 
 
 @pytest.mark.smoke
@@ -264,9 +274,10 @@ def test_interrupted_comparison_keeps_the_result(run, checkpoint, monkeypatch):
     tokens = generate.Generation.__iter__
 
     def interrupted(self):
-        yield from tokens(self)
-        if self.pool is None:
-            signal.raise_signal(signal.SIGINT)
+        for row, token in tokens(self):
+            if self.pool is None:
+                signal.raise_signal(signal.SIGINT)
+            yield row, token
 
     monkeypatch.setattr(generate.Generation, "__iter__", interrupted)
     arguments = ("--model", str(checkpoint), *SMALL, "--prompt", PROMPT, "--compare-dense")
