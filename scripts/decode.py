@@ -369,7 +369,8 @@ def run(args: argparse.Namespace) -> int:
             for row, (text, result) in enumerate(zip(texts, results, strict=True)):
                 print(f"[{row}] ({result.finish_reason}) {text}")
         print("\n" + "\n".join(summary(report)), flush=True)
-    equal, dense_texts = None, None
+    equal: float | None = None
+    dense_texts: list[str] = []
     if finished and not failed and dense is not None:
         equal = compare(dense, results, args.json)
         finished = equal is not None

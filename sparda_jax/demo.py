@@ -15,19 +15,22 @@ class Demo:
     Attributes:
       document_tokens: how much of the excerpt is read.
       question: put after the text.
-      answer: the words that count as right.
+      evidence: the sentence of the text that answers it.
+      answer: the words of it that count as right.
     """
 
     document_tokens: int
     question: str
+    evidence: str
     answer: str
 
 
 # Chosen because dense attention answers it too: so small a model does not find everything.
 DEMO = Demo(
     document_tokens=6000,
-    question="What are the two production-ready versions of Python?",
-    answer="2.x and 3.x",
+    question="What is the URL of the page where alpha and beta releases are available?",
+    evidence="Alpha and beta releases are available from https://www.python.org/downloads/.",
+    answer="https://www.python.org/downloads/",
 )
 
 
@@ -43,13 +46,13 @@ def prompt_text(tokenizer: Tokenizer, demo: Demo = DEMO) -> str:
     return f"{document(tokenizer, demo.document_tokens)}\n\n{demo.question}"
 
 
-def answer_position(tokenizer: Tokenizer, demo: Demo = DEMO) -> int:
-    """Token of the document at which the answer begins.
+def evidence_position(tokenizer: Tokenizer, demo: Demo = DEMO) -> int:
+    """Token of the document at which the sentence that answers begins.
 
     Raises:
-      ValueError: the answer does not stand in the document.
+      ValueError: it does not stand in the document.
     """
-    before, found, _ = document(tokenizer, demo.document_tokens).partition(demo.answer)
+    before, found, _ = document(tokenizer, demo.document_tokens).partition(demo.evidence)
     if not found:
-        raise ValueError(f"the answer {demo.answer!r} does not stand in the document")
+        raise ValueError(f"the text does not say {demo.evidence!r}")
     return len(tokenizer.encode(before, add_special=False))
