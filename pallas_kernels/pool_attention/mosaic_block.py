@@ -2,8 +2,7 @@
 
 A thread block takes ``CONSUMERS`` x 64 query rows of one (request, KV head) and walks over all
 slots and the tail.  One warpgroup fills a ring of tiles, the others read every tile and keep
-their rows' running softmax; they take turns on the tensor cores, so that the softmax of one
-hides behind the products of the other.
+their rows' running softmax, so that the softmax of one can run beside the products of the other.
 
 Ran on an H200 with every slot named; since then the producer also keeps account of steps
 that name none (simulated with race detection, not yet run).
