@@ -81,7 +81,6 @@ def test_demo_answers_like_dense_with_a_third_of_the_kv(default_model_path, caps
         arguments = ["--model", str(default_model_path), "--json", *options]
         assert decode.main(arguments) == 0
         output = json.loads(capsys.readouterr().out)
-        print(options, output["results"], output["report"])
         return output["results"][0], output["report"]
 
     result, report = answer()
