@@ -164,6 +164,7 @@ class Generation:
         self._lengths = np.array([len(prompt) for prompt in prompts])
         self._active = np.ones(len(prompts), bool)
         self._failed = np.zeros(len(prompts), bool)
+        self._cancelled = np.zeros(len(prompts), bool)
         if engine.config.offload == "host":
             self.pool = HostPool(config.num_layers, engine.device)
 
@@ -341,6 +342,19 @@ class Generation:
             self._tokens[row].append(token)
         return drawn
 
+    def cancel(self, row: int) -> None:
+        """Ends one request between two tokens; it computes along idle and the others go on.
+
+        Raises:
+          RuntimeError: before prefill.
+        """
+        if self.state is None:
+            raise RuntimeError("prefill has not run")
+        self._cancelled[row] = self._active[row]
+        self._active = self._active & ~self._cancelled
+        active = self._engine.put(self._active)
+        self.state = dataclasses.replace(self.state, active=active)
+
     def results(self) -> list[RequestResult]:
         """The requests as they stand; unfinished ones count as interrupted."""
         results = []
@@ -348,6 +362,8 @@ class Generation:
             reason: FinishReason = "length"
             if self._failed[row]:
                 reason = "failed"
+            elif self._cancelled[row]:
+                reason = "cancelled"
             elif self._active[row]:
                 reason = "interrupted"
             elif tokens and tokens[-1] in self._requests[row].stop_token_ids:

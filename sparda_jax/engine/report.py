@@ -9,7 +9,7 @@ import numpy as np
 
 from sparda_jax.engine.state import StepOutput
 
-FinishReason = Literal["stop", "length", "failed", "interrupted"]
+FinishReason = Literal["stop", "length", "failed", "cancelled", "interrupted"]
 
 
 @dataclasses.dataclass
@@ -20,7 +20,7 @@ class RequestResult:
       prompt_tokens: tokens of the prompt.
       tokens: every token drawn, the stop token included.
       finish_reason: "stop" a stop token was drawn; "length" max_new_tokens reached; "failed" logits
-        were not finite; "interrupted" the caller stopped before the end.
+        were not finite; "cancelled" by `Generation.cancel`; "interrupted" the caller stopped early.
     """
 
     prompt_tokens: int

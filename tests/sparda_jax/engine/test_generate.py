@@ -111,8 +111,11 @@ def test_a_row_is_bit_identical_with_its_neighbours_idle_or_poisoned(
         engine = make_engine(mode=mode, offload=offload)
         generation = engine.prepare(prompts, GREEDY)
         generation.prefill()
-        state = generation.state
         mine = np.arange(len(prompts)) == 0
+        if others != "live":
+            for row in np.flatnonzero(~mine):
+                generation.cancel(row)
+        state = generation.state
 
         def poison(leaf):
             if not np.issubdtype(leaf.dtype, np.floating):
@@ -120,9 +123,6 @@ def test_a_row_is_bit_identical_with_its_neighbours_idle_or_poisoned(
             keep = mine.reshape(-1, *[1] * (leaf.ndim - 1))
             return engine.put(np.where(keep, np.asarray(leaf), np.nan).astype(leaf.dtype))
 
-        if others != "live":
-            idle = engine.put(mine)
-            state = dataclasses.replace(state, active=idle)
         if others == "poisoned":
             state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
         step = generation._decode()
@@ -263,6 +263,21 @@ def test_interrupted_generation_keeps_its_tokens_and_counters(make_engine, promp
     assert result.finish_reason == "interrupted"
     assert result.tokens[:10] == plain[0][:10]
     assert generation.report.decode_tokens >= 9
+
+
+def test_a_cancelled_request_keeps_what_it_has(make_engine, prompts):
+    engine = make_engine(offload="host")
+    plain, _ = tokens_of(engine, prompts)
+    generation = engine.prepare(prompts, GREEDY)
+    generation.prefill()
+    for count, _ in enumerate(generation):
+        if count == 20:
+            generation.cancel(1)
+    reasons = [result.finish_reason for result in generation.results()]
+    assert reasons == ["length", "cancelled", "length"]
+    for result, tokens in zip(generation.results(), plain, strict=True):
+        assert result.tokens == tokens[: len(result.tokens)]
+    assert 0 < len(generation.results()[1].tokens) < NEW_TOKENS
 
 
 def test_callbacks_and_counters(make_engine, prompts):
