@@ -151,10 +151,10 @@ def test_chat_wraps_the_prompt(run):
 
 def test_without_a_prompt_it_is_the_demo_in_chat(run, monkeypatch):
     monkeypatch.setattr(demo, "prompt_text", lambda tokenizer: PROMPT[:-2])
-    monkeypatch.setattr(demo, "answer_position", lambda tokenizer: 17)
+    monkeypatch.setattr(demo, "evidence_position", lambda tokenizer: 17)
     shown = run()
     assert shown.code == 0
-    assert f"its question: {demo.DEMO.question} (the answer stands at token 17)" in shown.err
+    assert f"its question: {demo.DEMO.question} (the text says it at token 17)" in shown.err
     chat = run("--prompt", PROMPT[:-2], "--json", "--chat").json["results"][0]["text"]
     assert shown.out.startswith(chat + "\n\nprefill ")
     plain = run("--json", "--no-chat")
