@@ -29,6 +29,7 @@ __all__ = [
     "default_cache_dir",
     "fetch_default_model",
     "load_excerpt",
+    "load_python_topics",
 ]
 
 
@@ -75,6 +76,16 @@ def default_cache_dir() -> Path:
 def load_excerpt() -> str:
     """About 120 KB of Python's documentation; origin and licence lie next to it in ``data/``."""
     return (resources.files("sparda_jax") / "data" / "python_docs.txt").read_text(encoding="utf-8")
+
+
+def load_python_topics() -> str:
+    """The help texts of the running Python, joined: a larger text that is always there.
+
+    Some 0.5 MB. It differs between Python versions, so nothing exact may be expected of it.
+    """
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def fetch_default_model(

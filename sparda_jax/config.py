@@ -304,7 +304,7 @@ class EngineConfig:
         offload: "host" keeps the KV pool in host memory, "none" on the device.
         fetch: "program" copies missed blocks inside the compiled step, "eager" between steps.
         prefill_chunk: prompt tokens per prefill call.
-        steps_per_call: tokens per compiled decode call; at most the block size in sparse mode,
+        steps_per_call: tokens per compiled decode call; at most the block size when offloaded,
             which the engine checks, since the block size is the selection's.
         max_length: prompt plus generated tokens; None: what the model declares. It also fixes
             the RoPE table.

@@ -80,8 +80,9 @@ def _plan(
     size = sparse.geometry.block_size
     block = (step.position // size)[:, None, None]
     wanted = jnp.where((ids == block) | ~step.active[:, None, None], -1, ids)
-    # The tail block has the highest id: what falls away here is it, or padding.
-    wanted = wanted[..., : min(ids.shape[2], num_blocks) - 1]
+    # The tail block has the highest id: what falls away here is it, or padding. One column stays,
+    # since arrays of size zero have no maximum.
+    wanted = wanted[..., : max(min(ids.shape[2], num_blocks) - 1, 1)]
     present = wanted >= 0
     free = present & (wanted >= sparse.init_blocks) & (wanted < block - sparse.local_blocks)
     if cache.slot_blocks is None:

@@ -186,6 +186,7 @@ class Generation:
                 report.host_kv_bytes = self.pool.nbytes
         report.prefill_tokens = int(np.sum(self._lengths))
         report.context_tokens = int(np.max(self._lengths))
+        report.context_tokens = int(np.max(self._lengths))
         report.device_kv_bytes = memory.tree_bytes(layers)
 
     def _run_prompts(self, progress: Progress | None) -> list[LayerCache]:

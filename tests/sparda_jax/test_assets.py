@@ -164,3 +164,9 @@ def test_excerpt_is_the_pinned_one() -> None:
     assert "Python Software Foundation; All Rights Reserved" in (
         folder / "LICENSE-PSF.txt"
     ).read_text(encoding="utf-8")
+
+
+def test_python_topics_are_a_long_text():
+    text = assets.load_python_topics()
+    assert len(text) > 3 * len(assets.load_excerpt())
+    assert "with statement" in text

@@ -280,6 +280,28 @@ def test_a_cancelled_request_keeps_what_it_has(make_engine, prompts):
     assert 0 < len(generation.results()[1].tokens) < NEW_TOKENS
 
 
+@pytest.mark.parametrize("offload", ["none", "host"])
+@pytest.mark.parametrize("length,new", [(1, 2), (3, 4), (7, 1), (8, 9), (9, 30)])
+def test_short_sequences(make_engine, prompts, offload, length, new):
+    """One block, a block just filled, a single token: selection and slots may be empty."""
+    sampling = SamplingParams(max_new_tokens=new)
+    prompt = [prompts[0][:length]]
+    dense, _ = tokens_of(make_engine(mode="dense"), prompt, sampling)
+    sparse, report = tokens_of(make_engine(offload=offload), prompt, sampling)
+    assert len(dense[0]) == new
+    # Up to the budget of 6 blocks, sparse attends everything.
+    assert sparse == dense
+    assert report.context_tokens == length + new - 1
+
+
+def test_a_budget_of_the_own_block_only(make_engine, sparse, prompts):
+    rules = dataclasses.replace(sparse, init_blocks=0, local_blocks=0, budget_blocks=1)
+    resident, _ = tokens_of(make_engine(sparse=rules), prompts)
+    offloaded, report = tokens_of(make_engine(sparse=rules, offload="host"), prompts)
+    assert resident == offloaded
+    assert report.fetched_runs == report.cold_runs == 0
+
+
 def test_callbacks_and_counters(make_engine, prompts):
     seen, units = [], []
     results, report = make_engine(offload="host").generate(
