@@ -169,4 +169,4 @@ def test_excerpt_is_the_pinned_one() -> None:
 def test_python_topics_are_a_long_text():
     text = assets.load_python_topics()
     assert len(text) > 3 * len(assets.load_excerpt())
-    assert "with statement" in text
+    assert "context manager" in text
