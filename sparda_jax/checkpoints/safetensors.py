@@ -49,12 +49,12 @@ def load_safetensors(
     files = _weight_files(directory)
     headers: dict[str, TensorHeader] = {}
     for file in files:
-        headers.update(_headers(file))
+        headers.update(read_headers(file))
     config = with_head_decided(config, headers)
     # A tied head stored a second time is judged by its values, in `assemble`.
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     check_headers(config, {name: h for name, h in headers.items() if name not in tied})
-    tensors = (pair for file in files for pair in _tensors(file))
+    tensors = (pair for file in files for pair in read_tensors(file))
     return assemble(config, tensors, dtype=dtype, check_finite=check_finite)
 
 
@@ -99,7 +99,7 @@ def _indexed_files(directory: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{path} names missing shards: {', '.join(missing)}")
-    present = {name: file.name for file in files for name in _headers(file)}
+    present = {name: file.name for file in files for name in read_headers(file)}
     wrong = [name for name, shard in shards.items() if present.get(name) != shard]
     if wrong:
         raise ValueError(f"{path}: not in the shard it names: {', '.join(wrong)}")
@@ -116,7 +116,8 @@ def _open(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} ({size} bytes) is truncated or damaged: {error}") from None
 
 
-def _headers(path: Path) -> dict[str, TensorHeader]:
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """Shapes and dtypes of one file's tensors."""
     with _open(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {
@@ -127,7 +128,14 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
         }
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free-form texts in one file's header."""
+    with _open(path) as file:
+        return dict(file.metadata() or {})
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """One file's tensors, read one by one."""
     with _open(path) as file:
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)

@@ -1,0 +1,156 @@
+"""Forecast weight files: safetensors under the published names, with policy and base model.
+
+The metadata hold the sparse configuration the projections were trained for and the fingerprint of
+the model they belong to. Here it is all arrays by name; `sparda_jax.forecast.files` makes modules
+of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from pallas_kernels.geometry import BlockGeometry
+from sparda_jax.checkpoints.assemble import SOURCE_DTYPES, TensorHeader
+from sparda_jax.checkpoints.names import checkpoint_name
+from sparda_jax.checkpoints.safetensors import read_headers, read_metadata, read_tensors
+from sparda_jax.config import ModelConfig, SparseConfig
+from sparda_jax.models.decoder import Decoder
+
+FORMAT = "sparda_jax.forecast/1"
+FIRST = "model.layers.0.self_attn.q_curr_proj.weight"
+# Values of each parameter that go into the fingerprint.
+_SAMPLE = 1024
+
+
+def future_name(layer: int) -> str:
+    """Published name of the projection that runs in `layer` (spec/sparda.md, sec. 1.2)."""
+    return f"model.layers.{layer}.self_attn.q_future_proj.weight"
+
+
+def model_fingerprint(model: Decoder) -> str:
+    """SHA-256 of the head counts and of an even sample of every weight, in bfloat16.
+
+    Rounded to bfloat16 so that a model loaded as float32 and as bfloat16 is the same one; sampled
+    (at most 1024 values a tensor) so that it costs no time at 8 billion weights.
+    """
+    config = model.config
+    digest = hashlib.sha256()
+    digest.update(f"{config.num_heads} {config.num_kv_heads} {config.head_dim}".encode())
+    parameters = {checkpoint_name(path): p for path, p in nnx.to_flat_state(nnx.state(model))}
+    for name in sorted(parameters):
+        value = parameters[name].get_value()
+        sample = value.reshape(-1)[:: max(1, value.size // _SAMPLE)]
+        digest.update(f"{name} {value.shape}".encode())
+        digest.update(np.asarray(sample.astype(jnp.bfloat16)).tobytes())
+    return digest.hexdigest()
+
+
+def write_forecast(
+    path: str | Path,
+    tensors: Mapping[str, np.ndarray],
+    sparse: SparseConfig,
+    fingerprint: str,
+) -> None:
+    """Writes a file that is either whole or not there.
+
+    Args:
+        path: of the file; an older one is replaced.
+        tensors: by published name, `[out, in]`.
+        sparse: what the projections were trained for.
+        fingerprint: of the base model.
+    """
+    path = Path(path)
+    metadata = {
+        "format": FORMAT,
+        "base_model": fingerprint,
+        "sparse": json.dumps(dataclasses.asdict(sparse)),
+    }
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    # In the same folder, so that the rename cannot become a copy.
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    os.close(handle)
+    try:
+        save_file(contiguous, partial, metadata=metadata)
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def read_forecast(
+    path: str | Path, config: ModelConfig, fingerprint: str | None
+) -> tuple[dict[str, np.ndarray], SparseConfig | None]:
+    """Reads a file and checks that it belongs to the model.
+
+    Args:
+        path: of the file.
+        config: shape of the base model.
+        fingerprint: of the base model; None: the file's is not looked at, nor asked for.
+
+    Returns:
+        Tensors by published name, `[out, in]`; the file's sparse configuration, None where it has
+        no metadata (weights of other origin).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another base model, or none named; all tensors that do not fit, in one message;
+            damaged metadata.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no Forecast weights at {path}")
+    metadata = read_metadata(path)
+    ours = metadata.get("format") == FORMAT
+    if fingerprint is not None:
+        base = metadata.get("base_model") if ours else None
+        if base is None:
+            raise ValueError(f"{path} does not say which model it belongs to")
+        if base != fingerprint:
+            raise ValueError(
+                f"{path} was trained for another model: base {base[:12]}, this one is "
+                f"{fingerprint[:12]}"
+            )
+    _check(path, read_headers(path), config)
+    tensors = dict(read_tensors(path))
+    broken = [n for n, array in tensors.items() if not np.isfinite(array.astype(np.float32)).all()]
+    if broken:
+        raise ValueError(f"{path} is damaged: values not finite in {', '.join(broken)}")
+    return tensors, _parse_sparse(path, metadata["sparse"]) if ours else None
+
+
+def _check(path: Path, found: Mapping[str, TensorHeader], config: ModelConfig) -> None:
+    shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
+    expected = [FIRST, *(future_name(layer) for layer in range(config.num_layers))]
+    problems = [f"missing {name}" for name in expected if name not in found]
+    problems += [f"unexpected {name}" for name in found if name not in expected]
+    for name in expected:
+        header = found.get(name)
+        if header is not None and tuple(header.shape) != shape:
+            problems.append(f"{name} has shape {list(header.shape)}, expected {list(shape)}")
+        if header is not None and header.dtype not in SOURCE_DTYPES:
+            problems.append(f"{name} has dtype {header.dtype}, not one of {SOURCE_DTYPES}")
+    if problems:
+        raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}")
+
+
+def _parse_sparse(path: Path, text: str) -> SparseConfig:
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        return SparseConfig(**{**fields, "geometry": BlockGeometry(**fields["geometry"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} has a damaged sparse configuration: {error}") from None

@@ -1,0 +1,1 @@
+"""SparDA's Forecast: the projection, its files, a whole-sequence forward, loss."""
