@@ -1,0 +1,191 @@
+"""The distillation loss: equal to the published training code, whatever the chunks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_kernels.compressed_keys import compress_keys
+from sparda_jax.config import SparseConfig
+from sparda_jax.forecast import loss as loss_module
+from sparda_jax.forecast.loss import LossConfig, forecast_loss
+from sparda_jax.forecast.projection import Forecast
+from sparda_jax.models import Decoder
+from sparda_jax.models.rope import rope_at
+
+CASES = ["fine_teacher_small", "fine_teacher_real_grid", "same_grid_teacher_small_b2"]
+FUTURE = "grad.model.layers.{}.self_attn.q_future_proj.weight"
+FIRST = "grad.model.layers.0.self_attn.q_curr_proj.weight"
+# Stated with the cases.
+GRADIENT = {"rtol": 1e-3, "atol": 1e-6}
+SHARE = {"rtol": 1e-5, "atol": 2e-5}
+
+
+@partial(jax.jit, static_argnames="config")
+def value_and_grad(model, forecast, tokens, config):
+    with jax.default_matmul_precision("highest"):
+        loss = lambda forecast: forecast_loss(model, forecast, tokens, config)
+        return jax.value_and_grad(loss, has_aux=True)(forecast)
+
+
+def config_of(case, **changes):
+    return LossConfig(
+        case.sparse,
+        teacher_kernel=case.params["training_kernel_size"],
+        teacher_stride=case.params["training_kernel_stride"],
+        mask_future=False,
+        **changes,
+    )
+
+
+# All tokens at once, and in chunks that do not divide them.
+@pytest.mark.parametrize("chunk_bytes", [64 << 20, 15_000])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_published_loss_and_gradients(load_case, name, chunk_bytes):
+    case = load_case(f"training/{name}")
+    tokens, a = jnp.asarray(case.arrays["input_ids"]), case.arrays
+    config = config_of(case, chunk_bytes=chunk_bytes)
+    (loss, output), gradient = value_and_grad(case.model, case.forecast, tokens, config)
+    np.testing.assert_allclose(loss, a["loss_total"][0], rtol=1e-5)
+    np.testing.assert_allclose(output.per_layer, a["loss_per_layer"], rtol=1e-5)
+    np.testing.assert_allclose(gradient.first.kernel[...].T, a[FIRST], **GRADIENT)
+    for index, layer in enumerate(gradient.layers):
+        np.testing.assert_allclose(layer.kernel[...].T, a[FUTURE.format(index)], **GRADIENT)
+    assert not np.any(gradient.layers[-1].kernel[...])
+    assert np.abs(a[FIRST]).max() > 1e-3  # far above the tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_published_parts(load_case, name):
+    """Teacher, routing set, prediction and both distributions of the first layer with data."""
+    case = load_case(f"training/{name}")
+    a, config, sparse = case.arrays, config_of(case), case.sparse
+    index = 0 if "layer0.query_pred" in a else 1
+    tokens = jnp.asarray(a["input_ids"])
+    with jax.default_matmul_precision("highest"):
+        q, keys, compressed, positions = layer_inputs(case, tokens, index, config)
+        target = loss_module.teacher(config, q, keys, compressed, positions)
+        ids = loss_module.routing(config, target, positions, tokens.shape[1])
+        queries = jnp.asarray(a[f"layer{index}.query_pred"])
+        visible = sparse.geometry.started_windows(positions)
+        scores = loss_module.predict(queries, compressed, visible)
+        share = jax.nn.softmax(scores / np.sqrt(q.shape[-1]), axis=-1)
+        free = loss_module.candidates(sparse, ids, positions)
+        per_block = sparse.geometry.strides_per_block
+        wanted, got = (loss_module.partition(x, ids, free, per_block) for x in (target, share))
+    aligned = a.get(f"layer{index}.teacher_aligned")
+    aligned = a[f"layer{index}.teacher_fine"] if aligned is None else aligned
+    np.testing.assert_allclose(target, aligned, **SHARE)
+    if f"layer{index}.pred_probs" in a:
+        np.testing.assert_allclose(share, a[f"layer{index}.pred_probs"], **SHARE)
+    assert a[f"layer{index}.routing_margin"].min() > 1e-5
+    chosen = a[f"layer{index}.selected"]  # [KV head, batch * token, R]
+    batch, count = tokens.shape
+    chosen = chosen.reshape(-1, batch, count, chosen.shape[-1]).swapaxes(0, 1)
+    np.testing.assert_array_equal(ids, chosen)
+    np.testing.assert_allclose(wanted, a[f"layer{index}.target_dist"], **SHARE)
+    np.testing.assert_allclose(got, a[f"layer{index}.pred_dist"], **SHARE)
+    kl = (wanted * jnp.log(wanted / got)).sum((1, 2, 3))
+    np.testing.assert_allclose(kl, a[f"layer{index}.kl_sum"], rtol=1e-5)
+
+
+def layer_inputs(case, tokens, index, config):
+    """Queries and keys of one layer, the layers before it attending what the teacher selects."""
+    from pallas_kernels.block_sparse_attention import block_sparse_attention
+    from sparda_jax.sparse.infllm_v2 import to_blocks
+
+    model, geometry = case.model, case.sparse.geometry
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    rope = rope_at(model.config.rope, positions, model.config.max_position_embeddings)
+    x = model.embed(tokens)
+    for number, layer in enumerate(model.layers):
+        q, k, v = layer.qkv(x, *rope)
+        keys = k.transpose(0, 2, 1, 3)
+        compressed = compress_keys(keys, geometry)
+        if number == index:
+            return q, keys, compressed, positions
+        target = loss_module.teacher(config, q, keys, compressed, positions)
+        ids = loss_module.routing(config, target, positions, tokens.shape[1])
+        kv = to_blocks(k, v, geometry.block_size)
+        x = layer.finish(x, block_sparse_attention(q, kv, ids, positions))
+    raise AssertionError(index)
+
+
+def tokens_of(count, batch=2):
+    return jnp.asarray(np.random.default_rng(3).integers(0, 40, (batch, count)), jnp.int32)
+
+
+def test_gradient_equals_differences(tiny_config, tiny_sparse):
+    """Our own rule (no block of the future), by a central difference along a random direction."""
+    model, config = Decoder.random(tiny_config), LossConfig(tiny_sparse, chunk_bytes=1 << 12)
+    forecast, tokens = Forecast.random(tiny_config), tokens_of(120)
+    (loss, _), gradient = value_and_grad(model, forecast, tokens, config)
+    rng = np.random.default_rng(4)
+    direction = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), forecast)
+    step = 2e-2
+    moved = lambda s: jax.tree.map(lambda p, d: p + s * d, forecast, direction)
+    ahead, back = (value_and_grad(model, moved(s), tokens, config)[0][0] for s in (step, -step))
+    slope = sum(
+        float((g * d).sum())
+        for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
+    )
+    assert loss > 0
+    np.testing.assert_allclose((ahead - back) / (2 * step), slope, rtol=0.03)
+
+
+def test_only_the_projections_get_a_gradient(tiny_config, tiny_sparse):
+    model, forecast = Decoder.random(tiny_config), Forecast.random(tiny_config)
+    loss = lambda model: forecast_loss(model, forecast, tokens_of(40), LossConfig(tiny_sparse))[0]
+    gradient = jax.jit(nnx.grad(loss))(model)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
+def test_recall_is_one_where_everything_is_selected(tiny_config, tiny_sparse):
+    model, forecast = Decoder.random(tiny_config), Forecast.random(tiny_config)
+    tokens = tokens_of(120)
+    loss = partial(jax.jit(forecast_loss, static_argnums=3), model, forecast, tokens)
+    _, everything = loss(LossConfig(tiny_sparse.with_all_blocks(120)))
+    assert everything.free.min() > 0 and float(everything.recall) == 1.0
+    _, untrained = loss(LossConfig(tiny_sparse))
+    # By chance: one free block (budget 4, 3 forced) of at most 5.
+    assert 0.1 < float(untrained.recall) < 0.9
+
+
+def test_memory_has_no_square_of_the_length(tiny_config, tiny_sparse):
+    """Temporaries of the compiled gradient grow with the length, not with its square."""
+    model, forecast = (
+        jax.eval_shape(lambda c=c: c.random(tiny_config)) for c in (Decoder, Forecast)
+    )
+    config = LossConfig(tiny_sparse, chunk_bytes=1 << 18)
+
+    def temporaries(count):
+        step = lambda f, m, t: jax.grad(
+            lambda f: forecast_loss(m, f, t, config, max_length=count)[0]
+        )(f)
+        tokens = jax.ShapeDtypeStruct((1, count), jnp.int32)
+        return (
+            jax.jit(step)
+            .lower(forecast, model, tokens)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
+
+    short, long = temporaries(4096), temporaries(16384)
+    assert long < 5 * short
+    assert long < 16384 * 16384  # a byte per pair would be more
+
+
+def test_refusals(tiny_config, tiny_sparse):
+    model, forecast = Decoder.random(tiny_config), Forecast.random(tiny_config)
+    with pytest.raises(ValueError, match="windows of 7 tokens: at least 8"):
+        forecast_loss(model, forecast, tokens_of(7), LossConfig(tiny_sparse))
+    with pytest.raises(ValueError, match=r"windows of 300 tokens: .* at most 256"):
+        forecast_loss(model, forecast, tokens_of(300), LossConfig(tiny_sparse))
+    for grid in ((8, 3), (16, 8), (4, 4), (2, 0)):
+        with pytest.raises(ValueError, match="teacher grid"):
+            LossConfig(tiny_sparse, *grid)
+    LossConfig(SparseConfig(), 32, 16)
