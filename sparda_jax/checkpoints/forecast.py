@@ -28,7 +28,10 @@ from sparda_jax.checkpoints.safetensors import read_headers, read_metadata, read
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.models.decoder import Decoder
 
-FORMAT = "sparda_jax.forecast/1"
+# The one key of the metadata: safetensors writes several in an order that changes from run to run,
+# and equal weights should be equal files.
+KEY = "sparda_jax.forecast"
+VERSION = 1
 FIRST = "model.layers.0.self_attn.q_curr_proj.weight"
 # Values of each parameter that go into the fingerprint.
 _SAMPLE = 1024
@@ -72,17 +75,17 @@ def write_forecast(
         fingerprint: of the base model.
     """
     path = Path(path)
-    metadata = {
-        "format": FORMAT,
+    header = {
+        "version": VERSION,
         "base_model": fingerprint,
-        "sparse": json.dumps(dataclasses.asdict(sparse)),
+        "sparse": dataclasses.asdict(sparse),
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     # In the same folder, so that the rename cannot become a copy.
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     os.close(handle)
     try:
-        save_file(contiguous, partial, metadata=metadata)
+        save_file(contiguous, partial, metadata={KEY: json.dumps(header)})
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.chmod(partial, 0o644)
@@ -110,16 +113,16 @@ def read_forecast(
         FileNotFoundError: no such file.
         ValueError: another base model, or none named; all tensors that do not fit, in one message;
             damaged metadata.
+        NotImplementedError: a later version of the format.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no Forecast weights at {path}")
-    metadata = read_metadata(path)
-    ours = metadata.get("format") == FORMAT
+    header = _read_header(path)
     if fingerprint is not None:
-        base = metadata.get("base_model") if ours else None
-        if base is None:
+        if header is None:
             raise ValueError(f"{path} does not say which model it belongs to")
+        base = str(header.get("base_model"))
         if base != fingerprint:
             raise ValueError(
                 f"{path} was trained for another model: base {base[:12]}, this one is "
@@ -130,7 +133,21 @@ def read_forecast(
     broken = [n for n, array in tensors.items() if not np.isfinite(array.astype(np.float32)).all()]
     if broken:
         raise ValueError(f"{path} is damaged: values not finite in {', '.join(broken)}")
-    return tensors, _parse_sparse(path, metadata["sparse"]) if ours else None
+    return tensors, None if header is None else _parse_sparse(path, header)
+
+
+def _read_header(path: Path) -> dict[str, Any] | None:
+    text = read_metadata(path).get(KEY)
+    if text is None:
+        return None
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} has damaged metadata: {error}") from None
+    version = header.get("version") if isinstance(header, dict) else None
+    if version != VERSION:
+        raise NotImplementedError(f"{path} has format version {version}, only {VERSION} is known")
+    return header
 
 
 def _check(path: Path, found: Mapping[str, TensorHeader], config: ModelConfig) -> None:
@@ -148,9 +165,9 @@ def _check(path: Path, found: Mapping[str, TensorHeader], config: ModelConfig) -
         raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}")
 
 
-def _parse_sparse(path: Path, text: str) -> SparseConfig:
+def _parse_sparse(path: Path, header: dict[str, Any]) -> SparseConfig:
     try:
-        fields: dict[str, Any] = json.loads(text)
+        fields = header["sparse"]
         return SparseConfig(**{**fields, "geometry": BlockGeometry(**fields["geometry"])})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} has a damaged sparse configuration: {error}") from None

@@ -45,6 +45,8 @@ def test_round_trip(saved, model, tiny_sparse):
     assert tensors[FIRST].shape == (16, 24)  # [out, in], as published
     np.testing.assert_array_equal(tensors[FIRST], np.asarray(forecast.first.kernel[...]).T)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+    save_forecast(path.parent / "again", forecast, model, tiny_sparse)
+    assert (path.parent / "again").read_bytes() == path.read_bytes()
 
 
 def test_bfloat16_on_disk_and_in_memory(tmp_path, model, tiny_config, tiny_sparse):
@@ -110,10 +112,14 @@ def test_damage(tmp_path, saved, model):
     save_file(tensors, tmp_path / "nan.safetensors")
     with pytest.raises(ValueError, match=f"not finite in {FIRST}"):
         load_forecast(tmp_path / "nan.safetensors", model, verify_base=False)
-    metadata = {"format": format_.FORMAT, "base_model": "x", "sparse": "{}"}
-    save_file(load_file(path), tmp_path / "policy.safetensors", metadata=metadata)
-    with pytest.raises(ValueError, match="damaged sparse configuration"):
-        load_forecast(tmp_path / "policy.safetensors", model, verify_base=False)
+    for header, error, match in (
+        ('{"version": 1, "sparse": {}}', ValueError, "damaged sparse configuration"),
+        ("{", ValueError, "damaged metadata"),
+        ('{"version": 2}', NotImplementedError, "format version 2, only 1 is known"),
+    ):
+        save_file(load_file(path), tmp_path / "header", metadata={format_.KEY: header})
+        with pytest.raises(error, match=match):
+            load_forecast(tmp_path / "header", model, verify_base=False)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match="truncated or damaged"):
         load_forecast(path, model)

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Train the Forecast projections of a model on text; the model itself stays as it is.
+
+The same command goes on with a run that was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+EXIT_INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line: the usage of so many options would hide them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog="train_forecast.py",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "text", type=Path, nargs="+", help="documents: UTF-8 text, .jsonl with 'text', or .npy ids"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the run: checkpoints, metrics, weights"
+    )
+    add = parser.add_argument_group("model and policy").add_argument
+    add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the frozen model")
+    add("--block-size", type=int, default=64, help="tokens per KV block")
+    add("--kernel-size", type=int, default=32, help="tokens per compressed key")
+    add("--kernel-stride", type=int, default=16, help="tokens between compressed keys")
+    add("--budget-blocks", type=int, default=24, help="blocks attended, forced ones included")
+    add("--init-blocks", type=int, default=1, help="first blocks, always attended")
+    add("--local-blocks", type=int, default=8, help="blocks before the current one, likewise")
+    add("--teacher-kernel", type=int, default=2, help="keys averaged into one of the teacher's")
+    add("--teacher-stride", type=int, default=1, help="keys between two of the teacher's")
+    add = parser.add_argument_group("training").add_argument
+    add("--window", type=int, help="tokens per window (default: the model's maximum length)")
+    add("--steps", type=int, default=2000, help="optimizer steps")
+    add("--batch", type=int, default=32, help="windows per optimizer step")
+    add("--micro-batch", type=int, default=1, help="windows per forward pass")
+    add("--learning-rate", type=float, default=5e-4, help="constant after the warm-up")
+    add("--warmup-steps", type=int, default=0, help="steps of a linear rise")
+    add("--clip", type=float, default=0.5, help="limit of the gradient's norm")
+    add("--weight-decay", type=float, default=0.01, help="of AdamW")
+    add("--held-out", type=float, default=0.05, help="share of the documents to evaluate on")
+    add("--eval-every", type=int, default=100, help="steps between evaluations; 0: at the end")
+    add("--save-every", type=int, default=50, help="steps between checkpoints")
+    add("--keep", type=int, default=5, help="checkpoints kept")
+    add("--seed", type=int, default=42, help="of initial weights, split and order")
+    add = parser.add_argument_group("output and set-up").add_argument
+    add("--dry-run", action="store_true", help="print memory need and time estimate, train nothing")
+    add("--traceback", action="store_true", help="show where in the code an error arose")
+    return parser.parse_args(argv)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def settings(args: argparse.Namespace) -> Any:
+    from pallas_kernels.geometry import BlockGeometry
+    from sparda_jax.config import SparseConfig
+    from sparda_jax.forecast.loss import LossConfig
+    from sparda_jax.forecast.training import TrainConfig
+    from sparda_jax.sparse.forecast import check_lookahead
+
+    sparse = SparseConfig(
+        geometry=BlockGeometry(args.block_size, args.kernel_size, args.kernel_stride),
+        init_blocks=args.init_blocks,
+        local_blocks=args.local_blocks,
+        budget_blocks=args.budget_blocks,
+    )
+    check_lookahead(sparse)
+    same = (
+        "steps",
+        "batch",
+        "micro_batch",
+        "learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "clip",
+        "seed",
+        "save_every",
+        "keep",
+        "eval_every",
+    )
+    return TrainConfig(
+        loss=LossConfig(sparse, args.teacher_kernel, args.teacher_stride),
+        **{name: getattr(args, name) for name in same},
+    )
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    whole = math.ceil(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def show(progress: Any, steps: int) -> None:
+    record = progress.record
+    text = (
+        f"step {record['step']}/{steps}  loss {record['loss']:.4f}  "
+        f"recall {100 * record['recall']:.1f} %  {record['tokens_per_second']:.0f} tok/s  "
+        f"{duration(progress.seconds_left)} left"
+    )
+    if "held_out_loss" in record:
+        text += (
+            f"  held out: loss {record['held_out_loss']:.4f}, "
+            f"recall {100 * record['held_out_recall']:.1f} %"
+        )
+    note(text)
+
+
+def show_plan(plan: dict[str, float], memory_format: Any) -> None:
+    print(f"memory   {memory_format(int(plan['argument_bytes'] + plan['temporary_bytes']))}")
+    print(f"step     {plan['seconds_per_step']:.2f} s, {plan['tokens_per_second']:.0f} tok/s")
+    print(f"training {duration(plan['seconds'])}, without evaluation and checkpoints")
+
+
+def run(args: argparse.Namespace) -> int:
+    # Settings first: a mistake in them should not wait for the weights.
+    config = settings(args)
+    import jax.numpy as jnp
+
+    from host_offload.memory import format_bytes
+    from sparda_jax.checkpoints.load import load_pretrained
+    from sparda_jax.forecast.data import pack, read_documents, split_documents
+    from sparda_jax.forecast.files import save_forecast
+    from sparda_jax.forecast.training import Trainer, forecast_of
+
+    model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(args.dtype))
+    if tokenizer is None:
+        raise ValueError(f"no tokenizer.json in {args.model}")
+    documents = read_documents(args.text, tokenizer.encode)
+    window = args.window or model.config.max_position_embeddings
+    separator = min(tokenizer.eos_token_ids, default=None)
+    train, held_out = (
+        pack(part, window, separator)
+        for part in split_documents(documents, args.held_out, config.seed)
+    )
+    note(f"{len(documents)} documents: {len(train)} + {len(held_out)} windows of {window} tokens")
+    trainer = Trainer(model, config, train, held_out, args.out)
+    if args.dry_run:
+        show_plan(trainer.plan(), format_bytes)
+        return 0
+    state = trainer.run(lambda progress: show(progress, config.steps))
+    path = args.out / "forecast.safetensors"
+    save_forecast(path, forecast_of(model, state), model, config.loss.sparse)
+    print(path)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        note("interrupted; the same command goes on from the last checkpoint")
+        return EXIT_INTERRUPTED
+    except (ValueError, ArithmeticError, OSError, RuntimeError, ImportError, MemoryError) as error:
+        if args.traceback:
+            raise
+        first = next((line for line in str(error).splitlines() if line), type(error).__name__)
+        note(f"train_forecast.py: {first}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

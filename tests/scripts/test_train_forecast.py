@@ -1,0 +1,78 @@
+"""The trainer's command line on a tiny checkpoint."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scripts import train_forecast
+from sparda_jax.checkpoints.load import load_pretrained
+from sparda_jax.forecast.files import load_forecast
+
+SMALL = [
+    "--block-size=8", "--kernel-size=4", "--kernel-stride=2", "--local-blocks=1",
+    "--budget-blocks=5", "--window=64", "--steps=4", "--batch=2", "--save-every=2",
+    "--eval-every=0", "--held-out=0.3", "--dtype=float32",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "documents.jsonl"
+    rng = np.random.default_rng(0)
+    letters = lambda: "".join(chr(c) for c in rng.integers(97, 123, 300))
+    path.write_text("\n".join(json.dumps({"text": letters()}) for _ in range(4)))
+    return path
+
+
+@pytest.fixture
+def call(checkpoint, text, capsys):
+    def run(*arguments):
+        code = train_forecast.main([str(text), "--model", str(checkpoint), *SMALL, *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_trains_saves_and_goes_on(call, checkpoint, tmp_path):
+    out = tmp_path / "run"
+    code, printed, notes = call("--out", str(out))
+    assert code == 0, notes
+    assert printed.strip() == str(out / "forecast.safetensors")
+    assert "4 documents: 9 + 9 windows of 64 tokens" in notes
+    assert "step 4/4  loss " in notes and "0:00:00 left  held out: loss " in notes
+    model, _ = load_pretrained(checkpoint)
+    forecast, sparse = load_forecast(printed.strip(), model)
+    assert sparse.geometry.block_size == 8 and sparse.budget_blocks == 5
+    assert np.isfinite(forecast.first.kernel[...]).all()
+    # A finished run is not trained again; it only writes its weights.
+    before = (out / "forecast.safetensors").read_bytes()
+    code, _, notes = call("--out", str(out))
+    assert code == 0 and "step" not in notes
+    assert (out / "forecast.safetensors").read_bytes() == before
+    code, _, notes = call("--out", str(out), "--learning-rate=1")
+    assert code == 1 and notes.splitlines()[-1].endswith("another learning_rate: 0.0005, not 1.0")
+
+
+def test_dry_run(call, tmp_path):
+    code, printed, _ = call("--out", str(tmp_path / "run"), "--dry-run")
+    assert code == 0 and not (tmp_path / "run").exists()
+    lines = [line.split()[0] for line in printed.splitlines()]
+    assert lines == ["memory", "step", "training"]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--local-blocks=0", "needs local_blocks >= 1"),
+        ("--micro-batch=3", "batch 2 is not a multiple of 3"),
+        ("--teacher-stride=3", "teacher grid (2, 3)"),
+        ("--window=2", "windows of 2 tokens: at least 4"),
+        ("--window=100000", "shorter than one window"),
+        ("--held-out=1", "held-out share must be in [0, 1)"),
+    ],
+)
+def test_mistakes_are_one_line(call, tmp_path, option, message):
+    code, printed, notes = call("--out", str(tmp_path / "run"), option)
+    assert code == 1 and printed == ""
+    assert message in notes.splitlines()[-1]
