@@ -30,25 +30,20 @@ def test_document_is_the_start_of_the_excerpt_cut_at_a_line(default_tokenizer):
 def test_question_follows_the_text(default_tokenizer, prompt_ids):
     text = demo.prompt_text(default_tokenizer)
     assert text.endswith(f"\n\n{demo.DEMO.question}")
-    assert 5_900 < len(prompt_ids) < 6_200
+    assert 5_800 < len(prompt_ids) < 6_200
 
 
 def test_question_does_not_give_the_answer_away():
-    question = demo.DEMO.question.lower()
-    assert demo.DEMO.answer.lower() not in question
+    assert not any(word in demo.DEMO.question for word in ("2", "3"))
     assert load_excerpt().count(demo.DEMO.question) == 0
 
 
-def test_evidence_stands_once_and_the_answer_only_outside_the_forced_blocks(
-    default_tokenizer, prompt_ids
-):
+def test_evidence_stands_once_outside_the_forced_blocks(default_tokenizer, prompt_ids):
     """Neither in the init block nor in the local ones of any new token."""
     text = demo.document(default_tokenizer, demo.DEMO.document_tokens)
     assert text.count(demo.DEMO.evidence) == 1
-    assert demo.DEMO.answer in demo.DEMO.evidence
-    position = len(default_tokenizer.encode(text[: text.index(demo.DEMO.answer)]))
-    last = text[: text.rindex(demo.DEMO.answer) + len(demo.DEMO.answer)]
-    end = len(default_tokenizer.encode(last, add_special=False))
+    position = demo.evidence_position(default_tokenizer)
+    end = position + len(default_tokenizer.encode(demo.DEMO.evidence, add_special=False))
     rules = SparseConfig()
     size = rules.geometry.block_size
     # The chat template puts a system prompt before the document.
@@ -63,13 +58,12 @@ def test_evidence_position_is_that_of_the_text(default_tokenizer):
     position = demo.evidence_position(default_tokenizer)
     text = demo.document(default_tokenizer, demo.DEMO.document_tokens)
     ids = default_tokenizer.encode(text, add_special=False)
-    found = " ".join(default_tokenizer.decode(ids[position - 1 : position + 30]).split())
-    assert demo.DEMO.evidence in found
+    assert demo.DEMO.evidence in default_tokenizer.decode(ids[position - 1 : position + 30])
 
 
 def test_evidence_that_is_not_in_the_text(default_tokenizer):
     absent = dataclasses.replace(demo.DEMO, document_tokens=200)
-    with pytest.raises(ValueError, match="the text does not say 'Alpha and beta"):
+    with pytest.raises(ValueError, match="the text does not say 'There are two"):
         demo.evidence_position(default_tokenizer, absent)
 
 
@@ -84,10 +78,12 @@ def test_demo_answers_like_dense_with_a_third_of_the_kv(default_model_path, caps
         return output["results"][0], output["report"]
 
     result, report = answer()
-    assert demo.DEMO.answer in result["text"]
+    assert all(words in result["text"] for words in demo.DEMO.answer)
     assert result["finish_reason"] == "stop"
     assert report["device_kv_bytes"] < report["full_kv_bytes"] / 3
     assert report["host_kv_bytes"] == report["full_kv_bytes"]
     assert 0.3 < report["hit_rate"] < 1
     dense, _ = answer("--mode=dense")
-    assert demo.DEMO.answer in dense["text"]
+    assert all(words in dense["text"] for words in demo.DEMO.answer)
+    resident, _ = answer("--offload=none")
+    assert resident["tokens"] == result["tokens"]
