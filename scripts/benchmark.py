@@ -58,7 +58,10 @@ def decode(arguments: argparse.Namespace) -> None:
     assert tokenizer is not None
     tokens = tokenizer.encode(load_excerpt())
     rows = []
-    for row in decode_benchmark.rows(model, tokens, context=arguments.context):
+    measured = decode_benchmark.rows(
+        model, tokens, context=arguments.context, repetitions=arguments.repetitions
+    )
+    for row in measured:
         print(json.dumps(row.as_json()), flush=True)
         rows.append(row)
     if arguments.json:
@@ -79,7 +82,8 @@ def main() -> None:
     command.set_defaults(run=kernels)
     command = commands.add_parser("decode", help="decode steps of the default model, on this CPU")
     command.add_argument("--json", type=pathlib.Path, help="write a results file")
-    command.add_argument("--context", type=int, default=6000, help="tokens of the long prompt")
+    command.add_argument("--context", type=int, default=3000, help="tokens of the long prompt")
+    command.add_argument("--repetitions", type=int, default=3, help="timed runs of each mode")
     command.set_defaults(run=decode)
     arguments = parser.parse_args()
     arguments.run(arguments)

@@ -54,7 +54,7 @@ def step_times(engine: Engine, prompt: list[int], steps: int, repetitions: int) 
 
 
 def rows(
-    model: Decoder, tokens: list[int], *, context: int, steps: int = 64, repetitions: int = 5
+    model: Decoder, tokens: list[int], *, context: int, steps: int = 64, repetitions: int = 3
 ) -> Iterator[Row]:
     """Rows of the benchmark.
 
