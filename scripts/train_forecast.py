@@ -54,7 +54,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--window", type=int, help="tokens per window (default: the model's maximum length)")
     add("--steps", type=int, default=2000, help="optimizer steps")
     add("--batch", type=int, default=32, help="windows per optimizer step")
-    add("--micro-batch", type=int, default=1, help="windows per forward pass")
+    add("--micro-batch", type=int, default=1, help="windows per forward pass and device")
+    add("--devices", type=int, default=1, help="devices of this host to spread a batch over")
     add("--learning-rate", type=float, default=5e-4, help="constant after the warm-up")
     add("--warmup-steps", type=int, default=0, help="steps of a linear rise")
     add("--clip", type=float, default=0.5, help="limit of the gradient's norm")
@@ -78,7 +79,7 @@ def settings(args: argparse.Namespace) -> Any:
     from pallas_kernels.geometry import BlockGeometry
     from sparda_jax.config import SparseConfig
     from sparda_jax.forecast.loss import LossConfig
-    from sparda_jax.forecast.training import TrainConfig
+    from sparda_jax.forecast.step import TrainConfig
     from sparda_jax.sparse.forecast import check_lookahead
 
     sparse = SparseConfig(
@@ -137,13 +138,15 @@ def show_plan(plan: dict[str, float], memory_format: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # Settings first: a mistake in them should not wait for the weights.
     config = settings(args)
+    import jax
     import jax.numpy as jnp
 
     from host_offload.memory import format_bytes
     from sparda_jax.checkpoints.load import load_pretrained
     from sparda_jax.forecast.data import pack, read_documents, split_documents
     from sparda_jax.forecast.files import save_forecast
-    from sparda_jax.forecast.training import Trainer, forecast_of
+    from sparda_jax.forecast.step import forecast_of
+    from sparda_jax.forecast.training import Trainer
 
     model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(args.dtype))
     if tokenizer is None:
@@ -156,7 +159,10 @@ def run(args: argparse.Namespace) -> int:
         for part in split_documents(documents, args.held_out, config.seed)
     )
     note(f"{len(documents)} documents: {len(train)} + {len(held_out)} windows of {window} tokens")
-    trainer = Trainer(model, config, train, held_out, args.out)
+    devices = jax.devices()
+    if not 1 <= args.devices <= len(devices):
+        raise ValueError(f"--devices {args.devices}: there are {len(devices)}")
+    trainer = Trainer(model, config, train, held_out, args.out, devices[: args.devices])
     if args.dry_run:
         show_plan(trainer.plan(), format_bytes)
         return 0

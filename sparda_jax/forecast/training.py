@@ -1,115 +1,44 @@
-"""Trains the Forecast projections of a frozen model.
+"""Trains the Forecast projections of a frozen model: a run in a folder.
 
-One optimizer step is a program of its own: micro-batches are scanned, gradients averaged in
-float32, clipped, and given to AdamW with float32 master weights. The state after step n is a
-function of seed, data and settings alone, so a resumed run ends in the same bits (on the same
-kind of device). Published settings (spec/sparda.md, sec. 5) are the defaults.
+The state after step n is a function of seed, data and settings alone, so a resumed run ends in the
+same bits (on as many devices of the same kind).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sparda_jax.checkpoints.forecast import model_fingerprint
 from sparda_jax.forecast.data import Windows, batch_at
-from sparda_jax.forecast.loss import LossConfig, forecast_loss
 from sparda_jax.forecast.projection import Forecast
+from sparda_jax.forecast.step import (
+    AXIS,
+    TrainConfig,
+    TrainState,
+    evaluate_window,
+    initial_state,
+    train_step,
+)
 from sparda_jax.models.decoder import Decoder
-from sparda_jax.typing import Array, Int
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """How to train.
-
-    Attributes:
-        loss: what is distilled.
-        steps: optimizer steps of the whole run.
-        batch: windows per optimizer step.
-        micro_batch: windows per forward pass; a divisor of `batch`.
-        learning_rate: constant after the warm-up.
-        warmup_steps: steps of a linear rise from 0.
-        b1: of AdamW.
-        b2: of AdamW.
-        eps: of AdamW.
-        weight_decay: of AdamW.
-        clip: limit of the gradient's norm over all projections.
-        seed: of the initial weights and of the order of the windows.
-        save_every: steps between checkpoints; the last step is saved in any case.
-        keep: checkpoints kept.
-        eval_every: steps between evaluations on held-out windows; 0: only after the last step.
-        eval_windows: held-out windows used at most.
-        max_length: the length that fixes LongRoPE's factors; None: what the model declares.
-        explosion: the run stops when a loss exceeds the smallest so far by this factor.
-    """
-
-    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
-    steps: int = 2000
-    batch: int = 32
-    micro_batch: int = 1
-    learning_rate: float = 5e-4
-    warmup_steps: int = 0
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-6
-    weight_decay: float = 0.01
-    clip: float = 0.5
-    seed: int = 42
-    save_every: int = 50
-    keep: int = 5
-    eval_every: int = 0
-    eval_windows: int = 16
-    max_length: int | None = None
-    explosion: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "micro_batch", "save_every", "keep", "eval_windows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "eval_every", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("learning_rate", "clip", "eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        if not self.explosion > 1:
-            raise ValueError(f"explosion must be above 1, got {self.explosion}")
-        if self.batch % self.micro_batch:
-            raise ValueError(f"batch {self.batch} is not a multiple of {self.micro_batch}")
+from sparda_jax.typing import Array
 
 
 class TrainingDiverged(RuntimeError):
     """The loss is not finite or exploded; the checkpoints before are kept."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """All that a checkpoint holds.
-
-    Attributes:
-        step: optimizer steps done.
-        params: the projections, float32.
-        optimizer: AdamW's moments and count.
-    """
-
-    step: Array
-    params: nnx.State
-    optimizer: optax.OptState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,79 +47,6 @@ class Progress:
 
     record: dict[str, Any]
     seconds_left: float
-
-
-def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW."""
-    rate = optax.schedules.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(
-            rate if config.warmup_steps else config.learning_rate,
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        ),
-    )
-
-
-def initial_state(model: Decoder, config: TrainConfig) -> TrainState:
-    """Untrained projections and an empty optimizer."""
-    params = nnx.state(Forecast.random(model.config, seed=config.seed))
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer_of(config).init(params))
-
-
-def forecast_of(model: Decoder, state: TrainState) -> Forecast:
-    """The projections of a state, float32."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Forecast.random(model.config)))
-    return nnx.merge(graph, state.params)
-
-
-@partial(jax.jit, static_argnames=("config", "graph"), donate_argnames="state")
-def train_step(
-    model: Decoder,
-    state: TrainState,
-    tokens: Int[Array, "A B T"],
-    *,
-    config: TrainConfig,
-    graph: nnx.GraphDef,
-) -> tuple[TrainState, dict[str, Array]]:
-    """One optimizer step over A micro-batches."""
-
-    def loss(params: nnx.State, micro: Array) -> tuple[Array, Any]:
-        return forecast_loss(
-            model, nnx.merge(graph, params), micro, config.loss, max_length=config.max_length
-        )
-
-    def accumulate(carry: Any, micro: Array) -> tuple[Any, None]:
-        (value, output), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, micro)
-        new = (value, output.free.sum(), output.recalled.sum(), gradient)
-        return jax.tree.map(jnp.add, carry, new), None
-
-    zero = jnp.zeros((), jnp.float32)
-    start = (zero, zero, zero, jax.tree.map(jnp.zeros_like, state.params))
-    (value, free, recalled, gradient), _ = jax.lax.scan(accumulate, start, tokens)
-    gradient = jax.tree.map(lambda g: g / len(tokens), gradient)
-    updates, optimizer = optimizer_of(config).update(gradient, state.optimizer, state.params)
-    params: nnx.State = optax.apply_updates(state.params, updates)  # type: ignore[assignment]
-    metrics = {
-        "loss": value / len(tokens),
-        "recall": recalled / jnp.maximum(free, 1),
-        "gradient_norm": optax.tree.norm(gradient),
-    }
-    return TrainState(state.step + 1, params, optimizer), metrics
-
-
-@partial(jax.jit, static_argnames=("config", "graph"))
-def evaluate_window(
-    model: Decoder, params: nnx.State, tokens: Array, *, config: TrainConfig, graph: nnx.GraphDef
-) -> tuple[Array, Array, Array]:
-    """Loss, free and recalled blocks of windows `[B, T]`."""
-    loss, output = forecast_loss(
-        model, nnx.merge(graph, params), tokens, config.loss, max_length=config.max_length
-    )
-    return loss, output.free.sum(), output.recalled.sum()
 
 
 class Trainer:
@@ -202,9 +58,11 @@ class Trainer:
         train: windows to train on.
         held_out: windows to evaluate on; may be empty.
         folder: of the run; one that holds checkpoints is continued.
+        devices: of this host, over which the windows of a step are spread, the model being on each;
+            None: the first alone.
 
     Raises:
-        ValueError: no window to train on; a folder whose run had other settings, data or model.
+        ValueError: no window to train on; a batch that the devices cannot share evenly.
     """
 
     def __init__(
@@ -214,10 +72,19 @@ class Trainer:
         train: Windows,
         held_out: Windows,
         folder: str | Path,
+        devices: Sequence[jax.Device] | None = None,
     ):
         if not len(train):
             raise ValueError("no window to train on: the text is shorter than one window")
-        self.model, self.config, self.train, self.held_out = model, config, train, held_out
+        devices = jax.devices()[:1] if devices is None else devices
+        if config.batch % (config.micro_batch * len(devices)):
+            raise ValueError(
+                f"batch {config.batch} is not a multiple of micro_batch {config.micro_batch} times "
+                f"{len(devices)} devices"
+            )
+        self.mesh = Mesh(np.asarray(devices), (AXIS,))
+        self.model = jax.device_put(model, NamedSharding(self.mesh, P()))
+        self.config, self.train, self.held_out = config, train, held_out
         self.folder = Path(folder)
         self.graph, _ = nnx.split(nnx.eval_shape(lambda: Forecast.random(model.config)))
 
@@ -238,6 +105,7 @@ class Trainer:
 
         Raises:
             TrainingDiverged: a loss that is not finite, or exploded; nothing of that step is saved.
+            ValueError: the folder's run had other settings, data or another model.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with _manager(self.folder, self.config) as manager:
@@ -271,24 +139,17 @@ class Trainer:
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Mean loss and recall over held-out windows."""
         rows = self.held_out.tokens[: self.config.eval_windows]
-        parts = [
-            evaluate_window(
-                *(self.model, state.params, jnp.asarray(row[None])),
-                config=self.config,
-                graph=self.graph,
-            )
-            for row in rows
-        ]
-        loss, free, recalled = (float(sum(part)) for part in zip(*parts, strict=True))
+        total = np.zeros(3)
+        for row in rows:
+            loss, counts = evaluate_window(self.model, state.params, row[None], **self._static)
+            total += [float(loss), *map(float, counts)]
+        loss, free, recalled = total
         return {"held_out_loss": loss / len(rows), "held_out_recall": recalled / max(free, 1.0)}
 
     def plan(self) -> dict[str, float]:
         """What a run needs, from the compiled step and one timed step; nothing is written."""
-        state = initial_state(self.model, self.config)
-        tokens = self._tokens(0)
-        compiled = train_step.lower(
-            self.model, state, tokens, config=self.config, graph=self.graph
-        ).compile()
+        state, tokens = self.start(), self._tokens(0)
+        compiled = train_step.lower(self.model, state, tokens, **self._static).compile()
         memory: Any = compiled.memory_analysis()
         state, metrics = compiled(self.model, state, tokens)
         jax.block_until_ready(metrics)
@@ -305,20 +166,28 @@ class Trainer:
         }
 
     def _step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, Array]]:
-        return train_step(
-            self.model, state, self._tokens(step), config=self.config, graph=self.graph
-        )
+        return train_step(self.model, state, self._tokens(step), **self._static)
+
+    @property
+    def _static(self) -> dict[str, Any]:
+        return {"config": self.config, "graph": self.graph, "mesh": self.mesh}
+
+    def start(self) -> TrainState:
+        """The state before the first step."""
+        state = initial_state(self.model, self.config)
+        return jax.device_put(state, NamedSharding(self.mesh, P()))
 
     def _tokens(self, step: int) -> Array:
         config = self.config
         rows = batch_at(self.train, step, config.batch, config.seed)
-        return jnp.asarray(rows.reshape(-1, config.micro_batch, rows.shape[1]))
+        rows = rows.reshape(-1, config.micro_batch * self.mesh.size, rows.shape[1])
+        return jax.device_put(rows, NamedSharding(self.mesh, P(None, AXIS)))
 
     def _tokens_per_step(self) -> int:
         return self.config.batch * self.train.tokens.shape[1]
 
     def _restore(self, manager: Any) -> TrainState:
-        state = initial_state(self.model, self.config)
+        state = self.start()
         newest = manager.latest_step()
         if newest is not None:
             state = _load(manager, newest, state, self.settings)
@@ -342,8 +211,6 @@ class Trainer:
 
 
 def _digest(tokens: np.ndarray) -> str:
-    import hashlib
-
     return hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()
 
 

@@ -34,6 +34,7 @@ def call(checkpoint, text, capsys):
     return run
 
 
+@pytest.mark.smoke
 def test_trains_saves_and_goes_on(call, checkpoint, tmp_path):
     out = tmp_path / "run"
     code, printed, notes = call("--out", str(out))
@@ -65,7 +66,8 @@ def test_dry_run(call, tmp_path):
     ("option", "message"),
     [
         ("--local-blocks=0", "needs local_blocks >= 1"),
-        ("--micro-batch=3", "batch 2 is not a multiple of 3"),
+        ("--micro-batch=3", "batch 2 is not a multiple of micro_batch 3 times 1 devices"),
+        ("--devices=99", "--devices 99: there are"),
         ("--teacher-stride=3", "teacher grid (2, 3)"),
         ("--window=2", "windows of 2 tokens: at least 4"),
         ("--window=100000", "shorter than one window"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.forecast import training
 from sparda_jax.forecast.data import Windows, pack
 from sparda_jax.forecast.loss import LossConfig
-from sparda_jax.forecast.training import TrainConfig, Trainer, TrainingDiverged
+from sparda_jax.forecast.step import TrainConfig
+from sparda_jax.forecast.training import Trainer, TrainingDiverged
 from sparda_jax.models import Decoder
 
+ROOT = Path(__file__).parents[3]
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=64,
@@ -53,9 +56,9 @@ def windows(count, seed, length=256):
     return pack([rng.integers(0, 64, count * length)], length, None)
 
 
-def make(folder, steps=100, **changes):
+def make(folder, steps=100, devices=None, **changes):
     config = dataclasses.replace(TRAIN, steps=steps, **changes)
-    return Trainer(backbone(), config, windows(64, 0), windows(4, 1), folder)
+    return Trainer(backbone(), config, windows(64, 0), windows(4, 1), folder, devices)
 
 
 def records(folder):
@@ -68,7 +71,7 @@ def bits(state):
 
 def test_loss_falls_and_recall_rises_on_text_never_seen(tmp_path):
     trainer = make(tmp_path)
-    before = trainer.evaluate(training.initial_state(trainer.model, trainer.config))
+    before = trainer.evaluate(trainer.start())
     seen = []
     trainer.run(seen.append)
     after = records(tmp_path)[-1]
@@ -89,8 +92,7 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(tmp_path):
         "    if p.record['step'] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"t.make({str(tmp_path / 'killed')!r}, steps=8, save_every=3).run(stop)\n"
     )
-    root = Path(__file__).parents[3]
-    killed = subprocess.run([sys.executable, "-c", code], cwd=root, check=False)
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert [r["step"] for r in records(tmp_path / "killed")] == [1, 2, 3, 4, 5]
     steps = []
@@ -112,6 +114,28 @@ def test_accumulation_is_one_large_batch(tmp_path):
     # Adam's first step is the sign of the gradient, so compare its moments.
     for x, y in zip(jax.tree.leaves(few.optimizer), jax.tree.leaves(many.optimizer), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6)
+
+
+def test_two_devices_train_as_one_does(tmp_path):
+    code = (
+        "import sys; sys.path[:0] = ['.', 'tests/sparda_jax/forecast']\n"
+        "import jax, numpy as np, test_training as t\n"
+        "assert len(jax.devices()) == 2\n"
+        "def run(name, devices):\n"
+        f"    folder = {str(tmp_path)!r} + '/' + name\n"
+        "    settings = dict(steps=2, batch=4, eval_every=0)\n"
+        "    return t.make(folder, devices=devices, **settings).run(), t.records(folder)\n"
+        "(one, a), (two, b) = run('one', jax.devices()[:1]), run('two', jax.devices())\n"
+        "for x, y in zip(a, b):\n"
+        "    for name in ('loss', 'recall', 'gradient_norm'):\n"
+        "        np.testing.assert_allclose(x[name], y[name], rtol=1e-4)\n"
+        "assert a[-1]['held_out_recall'] > 0\n"
+        "np.testing.assert_allclose(a[-1]['held_out_loss'], b[-1]['held_out_loss'], rtol=1e-4)\n"
+        "for x, y in zip(*(jax.tree.leaves(s.optimizer) for s in (one, two)), strict=True):\n"
+        "    np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-5)\n"
+    )
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=os.environ | flags)
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
@@ -159,9 +183,11 @@ def test_settings_are_checked(tmp_path):
     assert (published.learning_rate, published.b1, published.b2) == (5e-4, 0.9, 0.95)
     assert (published.eps, published.weight_decay, published.clip) == (1e-6, 0.01, 0.5)
     assert (published.steps, published.batch) == (2000, 32)
-    for change in ({"steps": 0}, {"clip": 0.0}, {"batch": 3, "micro_batch": 2}, {"explosion": 1}):
+    for change in ({"steps": 0}, {"clip": 0.0}, {"eval_every": -1}, {"explosion": 1}):
         with pytest.raises(ValueError, match=next(iter(change))):
             TrainConfig(**change)
+    with pytest.raises(ValueError, match="batch 2 is not a multiple of micro_batch 3 times 1"):
+        make(tmp_path, micro_batch=3)
     empty = Windows(np.zeros((0, 256), np.int32), np.zeros((0, 256), np.int32))
     with pytest.raises(ValueError, match="no window to train on"):
         Trainer(backbone(), TRAIN, empty, empty, tmp_path)
