@@ -67,7 +67,7 @@ def test_dense_len_switches_in_mid_generation(make_engine, sparse, prompts):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("fetch", ["program", "eager"])
-@pytest.mark.parametrize("local_blocks", [0, 1, 2])
+@pytest.mark.parametrize("local_blocks", [0, 2])
 def test_offloaded_equals_resident(make_engine, sparse, prompts, fetch, local_blocks):
     rules = dataclasses.replace(sparse, local_blocks=local_blocks)
     resident, _ = tokens_of(make_engine(sparse=rules), prompts)
@@ -88,9 +88,8 @@ def test_n_step_program_equals_single_steps(make_engine, prompts, offload):
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
 def test_chunked_prefill_equals_one_shot(make_engine, prompts, mode):
     whole, _ = tokens_of(make_engine(mode=mode, prefill_chunk=128), prompts)
-    for chunk in (7, 32):
-        chunked, _ = tokens_of(make_engine(mode=mode, prefill_chunk=chunk), prompts)
-        assert chunked == whole
+    chunked, _ = tokens_of(make_engine(mode=mode, prefill_chunk=7), prompts)
+    assert chunked == whole
 
 
 @pytest.mark.parametrize("offload", ["none", "host"])
@@ -281,7 +280,7 @@ def test_a_cancelled_request_keeps_what_it_has(make_engine, prompts):
 
 
 @pytest.mark.parametrize("offload", ["none", "host"])
-@pytest.mark.parametrize("length,new", [(1, 2), (3, 4), (7, 1), (8, 9), (9, 30)])
+@pytest.mark.parametrize("length,new", [(1, 2), (7, 1), (8, 9)])
 def test_short_sequences(make_engine, prompts, offload, length, new):
     """One block, a block just filled, a single token: selection and slots may be empty."""
     sampling = SamplingParams(max_new_tokens=new)
