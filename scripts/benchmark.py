@@ -2,11 +2,15 @@
 
 import argparse
 import json
+import os
 import pathlib
 import shlex
 import sys
 
 from sparda_jax.evaluation import kernel_benchmarks
+
+# For machines where the code lies without its repository.
+COMMIT = os.environ.get("SPARDA_JAX_COMMIT")
 
 NOTES = (
     "Times are wall clock of a loop inside one program, divided by the calls; device buffers are "
@@ -33,7 +37,7 @@ def kernels(arguments: argparse.Namespace) -> None:
         rows.append(row)
         if arguments.json:
             # After every row: a run that is cut short keeps what it has measured.
-            document = kernel_benchmarks.results_document(command, rows, NOTES)
+            document = kernel_benchmarks.results_document(command, rows, NOTES, commit=COMMIT)
             measured = {new["name"] for new in document["rows"]}
             document["rows"][:0] = [old for old in before if old["name"] not in measured]
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,7 @@ def decode(arguments: argparse.Namespace) -> None:
         rows.append(row)
     if arguments.json:
         command = shlex.join(["python", *sys.argv])
-        document = kernel_benchmarks.results_document(command, rows, DECODE_NOTES)
+        document = kernel_benchmarks.results_document(command, rows, DECODE_NOTES, commit=COMMIT)
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,3 +57,13 @@ def default_tokenizer(default_checkpoint: GGUFCheckpoint) -> Tokenizer:
     from sparda_jax.tokenization import Tokenizer
 
     return Tokenizer.from_gguf(default_checkpoint.tokenizer)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def release_compiled_programs() -> Iterator[None]:
+    """Every compiled program maps memory; a process may hold some 65,000 maps, then XLA crashes."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import functools
 import logging
-import os
 import statistics
 import subprocess
 import time
@@ -199,10 +198,19 @@ def run(names: Iterable[str], session: Session) -> Iterator[Row]:
             _logger.exception("benchmark %s failed", name)
 
 
-def results_document(command: str, rows: Iterable[Row], notes: str) -> dict[str, Any]:
-    """The results file: see DESIGN, section 6."""
+def results_document(
+    command: str, rows: Iterable[Row], notes: str, *, commit: str | None = None
+) -> dict[str, Any]:
+    """The results file: see DESIGN, section 6.
+
+    Args:
+        command: what made it.
+        rows: its rows.
+        notes: what a reader has to know.
+        commit: of the code that ran; None asks git.
+    """
     device = jax.devices()[0]
-    commit = _commit()
+    commit = commit or _commit()
     return {
         "command": command,
         "commit": commit,
@@ -216,13 +224,13 @@ def results_document(command: str, rows: Iterable[Row], notes: str) -> dict[str,
 
 
 def _commit() -> str:
-    """The commit, from git or, where there is no repository, from SPARDA_JAX_COMMIT."""
+    """The commit that git names, "unknown" where there is no repository."""
     try:
         output = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SPARDA_JAX_COMMIT", "unknown")
+        return "unknown"
     return output.stdout.strip()
 
 

@@ -39,7 +39,7 @@ def sparse() -> SparseConfig:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_engine(model, sparse):
     """Engines by their settings; equal settings share one and its compiled programs."""
     engines = {}
