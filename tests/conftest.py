@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+# XLA's threads on the CPU, read when jax starts. The simulator of GPU kernels parks one in every
+# kernel thread that waits at a barrier: with as few threads as two cores give it can hang.
+os.environ.setdefault("NPROC", "8")
+
 if TYPE_CHECKING:
     from sparda_jax.checkpoints.gguf import GGUFCheckpoint
     from sparda_jax.tokenization import Tokenizer
