@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,3 +170,11 @@ def run(checkpoint, shared_engines):
         return outcomes[arguments]
 
     return run_once
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_works():
+    """Whoever runs the tests may have switched it off (nohup, a background job)."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
