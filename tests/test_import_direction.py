@@ -26,7 +26,7 @@ RANKS = {
 }
 OPTIONAL = {"gguf", "huggingface_hub", "matplotlib", "lm_eval", "orbax", "torch", "transformers"}
 # XDG_CACHE_HOME in assets says, like HOME, where the user's files are.
-MAY_READ_ENVIRONMENT = {"host_offload/memory.py", "sparda_jax/assets.py"}
+MAY_READ_ENVIRONMENT = {"host_offload/memory.py", "sparda_jax/assets/__init__.py"}
 
 
 def sources() -> list[str]:
@@ -64,7 +64,7 @@ def rank(parts: list[str]) -> int:
     if len(parts) < 2 or parts[1] in ("", "__init__"):
         return 0
     part = parts[1]
-    if (ROOT / "sparda_jax" / part).is_dir() and part not in ("data", *RANKS):
+    if (ROOT / "sparda_jax" / part).is_dir() and part not in ("assets", *RANKS):
         raise AssertionError(f"sparda_jax.{part} has no rank: add it to RANKS")
     return RANKS.get(part, 0)
 

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from sparda_jax.assets import default_forecast
 from sparda_jax.checkpoints.forecast import (
     FIRST,
     future_name,
@@ -57,7 +58,8 @@ def load_forecast(
     """Reads projections for a model.
 
     Args:
-        path: a safetensors file with the published names.
+        path: a safetensors file with the published names; "default": the weights that ship with us,
+            for the default model.
         model: the decoder they are meant for.
         dtype: of the parameters; None: the model's.
         verify_base: False: do not compare fingerprints, for weights of other origin that name no
@@ -68,10 +70,12 @@ def load_forecast(
 
     Raises:
         FileNotFoundError: no such file.
+        sparda_jax.assets.AssetError: "default", in a copy of the package without weights.
         ValueError: weights of another base model; missing, unexpected or misshapen tensors, all in
             one message.
     """
     config = model.config
+    path = default_forecast() if path == "default" else path
     fingerprint = model_fingerprint(model) if verify_base else None
     tensors, sparse = read_forecast(path, config, fingerprint)
     dtype = model.dtype if dtype is None else dtype

@@ -138,7 +138,7 @@ def test_two_processes_download_once(index: Path, tmp_path: Path) -> None:
         "assert path.read_bytes() == bytes(range(256)) * 64\n"
     )
     command = [sys.executable, "-c", code]
-    root = Path(assets.__file__).parent.parent
+    root = Path(assets.__file__).parents[2]
     processes = [
         subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True) for _ in range(3)
     ]
@@ -157,7 +157,7 @@ def test_default_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_excerpt_is_the_pinned_one() -> None:
     data = assets.load_excerpt().encode()
-    folder = Path(assets.__file__).parent / "data"
+    folder = Path(assets.__file__).parent
     provenance = (folder / "PROVENANCE.md").read_text(encoding="utf-8")
     assert hashlib.sha256(data).hexdigest() in provenance
     assert f"{len(data):,} bytes" in provenance
@@ -170,3 +170,9 @@ def test_python_topics_are_a_long_text():
     text = assets.load_python_topics()
     assert len(text) > 3 * len(assets.load_excerpt())
     assert "context manager" in text
+
+
+def test_missing_forecast_is_an_error_of_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(assets, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(AssetError, match=r"^no Forecast weights for the default model at \S+$"):
+        assets.default_forecast()

