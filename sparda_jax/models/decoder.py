@@ -56,10 +56,19 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Norm, projections, per-head norm (Qwen3) and RoPE."""
         normed = self.attention_norm(x)
-        q, k, v = (self._heads(project(normed)) for project in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        k, v = self._heads(self.k(normed)), self._heads(self.v(normed))
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return self.query(normed, cos, sin), apply_rope(k, cos, sin), v
+
+    def query(
+        self, normed: Float[Array, "B T D"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
+    ) -> Float[Array, "B T N H"]:
+        """The queries alone, of a hidden state that is normed already."""
+        q = self._heads(self.q(normed))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        return apply_rope(q, cos, sin)
 
     def finish(
         self, x: Float[Array, "B T D"], attention: Float[Array, "B T N H"]

@@ -1,0 +1,302 @@
+"""InfiniGen's selection: the next layer's queries guessed from this layer's input, on few channels.
+
+Layer l applies layer l+1's query projection to its own normed input and scores the guess against a
+partial key cache, E of H channels, that stays on the device (InfiniGen, as SparDA compares with it;
+spec/sparda.md, sec. 7). Layer 0 selects by its own queries.
+
+    score[k, t, s] = sum over the G heads n of group k of q~[t, n] . k~[s] / sqrt(E)
+    q~ = q A[k],   k~ = k Y[k],   A Y^T = I at E = H
+
+Which E channels are worth keeping is a matter of the pair (q, k), not of either alone. A token's
+score depends on the sum of its group's queries only, and a term that all tokens share orders none
+of them; so with X = E[q q^T] over summed queries and Z = Cov(k) over keys, the E channels that lose
+least of q.k on average come from the singular value decomposition
+
+    X^(1/2)T Z^(1/2) = W diag(sigma) V^T,   lost = sum of sigma_i^2 over i >= E
+
+(Eckart and Young), in the coordinates where X and Z are both diag(sigma): balanced truncation.
+InfiniGen's own skewing is the special case of an orthogonal A = Y.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.block_selection import Selection
+from pallas_kernels.block_selection.reference import choose_blocks
+from pallas_kernels.chunking import map_chunks
+from sparda_jax.config import SparseConfig
+from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
+from sparda_jax.models.decoder import Decoder, DecoderLayer
+from sparda_jax.models.rope import rope_at
+from sparda_jax.sparse.infllm_v2 import selection_width
+from sparda_jax.typing import Array, Bool, Float, Int
+
+# Bound on one chunk of float32 token scores, [B, K, T, S].
+CHUNK_BYTES = 64 << 20
+# Fewer calibration tokens than this per channel leave the second moments to chance.
+TOKENS_PER_CHANNEL = 8
+# Added to the second moments' diagonals, relative to its mean: keeps channels that no text moves
+# (RoPE's slowest pairs, after centring) from being divided by zero.
+RIDGE = 1e-6
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Skew:
+    """Change of coordinates of one layer, the E channels that carry most of q.k first.
+
+    Attributes:
+        query: A, float32.
+        key: Y, float32.
+    """
+
+    query: Float[Array, "K H E"]
+    key: Float[Array, "K H E"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InfiniGen:
+    """Calibrated skews of a whole model.
+
+    Attributes:
+        layers: L of them. Layer 0's is never used: it selects by its own queries.
+    """
+
+    layers: tuple[Skew, ...]
+
+    @property
+    def channels(self) -> int:
+        """E."""
+        return self.layers[0].key.shape[2]
+
+
+def calibrate(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    *,
+    channels: int | None = None,
+    max_length: int | None = None,
+) -> InfiniGen:
+    """Skews from the queries and keys of a dense forward over real text, all positions alike.
+
+    One layer at a time; what is held are the hidden states of all tokens.
+
+    Args:
+        model: the decoder.
+        tokens: whole rows of text, no padding; some thousand tokens in all.
+        channels: E; None: a quarter of H, as published (32 of 128).
+        max_length: as in `Decoder.__call__`.
+
+    Raises:
+        ValueError: `channels` outside 1 .. H; rows longer than `max_length`; too little text.
+    """
+    config = model.config
+    width = config.head_dim
+    channels = max(1, width // 4) if channels is None else channels
+    if not 1 <= channels <= width:
+        raise ValueError(f"channels must be in 1 .. {width} (the head dim), got {channels}")
+    batch, count = tokens.shape
+    limit = config.max_position_embeddings if max_length is None else max_length
+    if count > limit:
+        raise ValueError(f"{count} tokens exceed the maximum length of {limit}")
+    least = TOKENS_PER_CHANNEL * width
+    if batch * count < least:
+        raise ValueError(
+            f"{batch * count} tokens of calibration text: at least {least} are needed "
+            f"({TOKENS_PER_CHANNEL} per channel)"
+        )
+    positions = jnp.arange(count, dtype=jnp.int32)[None]
+    cos, sin = jax.jit(partial(rope_at, config.rope, length=limit))(positions)
+    run = jax.jit(layer_moments)
+    x, layers = model.embed(tokens), []
+    for layer in model.layers:
+        x, (query, key) = run(layer, x, cos, sin)
+        layers.append(balanced_skew(np.asarray(query), np.asarray(key), channels))
+    return InfiniGen(tuple(layers))
+
+
+def layer_moments(
+    layer: DecoderLayer,
+    x: Float[Array, "B T D"],
+    cos: Float[Array, "1 T H"],
+    sin: Float[Array, "1 T H"],
+) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "K H H"], Float[Array, "K H H"]]]:
+    """One dense layer; E[q q^T] of summed queries and Cov(k), after RoPE, over all tokens.
+
+    Args:
+        layer: its parameters.
+        x: hidden states; rows are worked through one after the other.
+        cos: RoPE rows of positions 0 .. T-1.
+        sin: likewise.
+    """
+    batch, count, _ = x.shape
+    positions = jnp.arange(count, dtype=jnp.int32)[None]
+
+    def row(x: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        q, k, v = layer.qkv(x[None], cos, sin)
+        if cudnn_serves(q):
+            attention = dense_attention(q, k, v, None)
+        else:
+            attention = chunk_attention(q, k, v, positions)
+        summed, wide = group_sum(q, k.shape[2])[0], k[0].astype(jnp.float32)
+        product = partial(jnp.einsum, "tkh,tki->khi", precision="highest")
+        moments = product(summed, summed), product(wide, wide), wide.sum(0)
+        return layer.finish(x[None], attention)[0], moments
+
+    x, moments = jax.lax.map(row, x)
+    query, key, total = (part.sum(0) / (batch * count) for part in moments)
+    return x, (query, key - total[:, :, None] * total[:, None, :])
+
+
+def balanced_skew(
+    query: Float[np.ndarray, "K H H"], key: Float[np.ndarray, "K H H"], channels: int
+) -> Skew:
+    """The E channels of every head that lose least of q.k on average; see the module.
+
+    Args:
+        query: E[q q^T].
+        key: Cov(k).
+        channels: E.
+    """
+    skews = [_balance(x, z) for x, z in zip(query, key, strict=True)]
+    parts = (np.stack(side)[:, :, :channels] for side in zip(*skews, strict=True))
+    return Skew(*(jnp.asarray(part, jnp.float32) for part in parts))
+
+
+def _balance(
+    query: Float[np.ndarray, "H H"], key: Float[np.ndarray, "H H"]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A and Y with A^T X A = Y^T Z Y = diag(sigma), descending, and A Y^T = I; float64."""
+    roots = []
+    for moment in (query, key):
+        moment = moment.astype(np.float64)
+        ridge = RIDGE * max(np.trace(moment) / len(moment), np.finfo(np.float32).tiny)
+        roots.append(np.linalg.cholesky(moment + ridge * np.eye(len(moment))))
+    left, sigma, right = np.linalg.svd(roots[0].T @ roots[1])
+    scale = sigma**-0.5
+    return roots[1] @ right.T * scale, roots[0] @ left * scale
+
+
+def group_sum(q: Float[Array, "B T N E"], num_kv_heads: int) -> Float[Array, "B T K E"]:
+    """Queries summed over the heads of each group, in float32."""
+    return q.astype(jnp.float32).reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3]).sum(3)
+
+
+def partial_keys(k: Float[Array, "B K S H"], skew: Skew) -> Float[Array, "B K S E"]:
+    """`k Y`, in the dtype of the keys: what is cached on the device.
+
+    Args:
+        k: keys after RoPE.
+        skew: of the keys' own layer.
+    """
+    return jnp.einsum("bksh,khe->bkse", k.astype(jnp.float32), skew.key).astype(k.dtype)
+
+
+def speculate(
+    next_layer: DecoderLayer,
+    skew: Skew,
+    normed: Float[Array, "B T D"],
+    cos: Float[Array, "B T H"],
+    sin: Float[Array, "B T H"],
+) -> Float[Array, "B T N E"]:
+    """The next layer's queries on the kept channels, guessed one layer early.
+
+    Args:
+        next_layer: the layer whose blocks are to be selected.
+        skew: that layer's.
+        normed: this layer's `attention_norm(x)`.
+        cos: RoPE rows of the tokens' own positions.
+        sin: likewise.
+    """
+    q = next_layer.query(normed, cos, sin)
+    batch, count, heads, width = q.shape
+    groups = q.astype(jnp.float32).reshape(batch, count, skew.query.shape[0], -1, width)
+    out = jnp.einsum("btkgh,khe->btkge", groups, skew.query)
+    return out.reshape(batch, count, heads, -1).astype(q.dtype)
+
+
+def token_block_scores(
+    query: Float[Array, "B T N E"],
+    partial_cache: Float[Array, "B K S E"],
+    visible: Int[Array, "B T"],
+    num_blocks: int,
+    block_size: int,
+) -> Float[Array, "B K T M"]:
+    """The largest token score of every block; -inf where no token of it is visible.
+
+    Of size T x S: callers take chunks of T.
+
+    Args:
+        query: speculative queries.
+        partial_cache: partial keys; S may be less than M*P.
+        visible: number of tokens that each query scores, from the first on.
+        num_blocks: M.
+        block_size: P.
+    """
+    batch, heads, count, channels = partial_cache.shape
+    summed = group_sum(query, heads) * channels**-0.5
+    scores = jnp.einsum("btke,bkse->bkts", summed, partial_cache.astype(jnp.float32))
+    token = jnp.arange(count, dtype=jnp.int32)
+    scores = jnp.where(token < visible[:, None, :, None], scores, -jnp.inf)
+    room = num_blocks * block_size
+    scores = jnp.pad(
+        scores[..., :room],
+        ((0, 0), (0, 0), (0, 0), (0, max(room - count, 0))),
+        constant_values=-jnp.inf,
+    )
+    return scores.reshape(batch, heads, -1, num_blocks, block_size).max(-1)
+
+
+def select_infinigen(
+    query: Float[Array, "B T N E"],
+    partial_cache: Float[Array, "B K S E"],
+    positions: Int[Array, "B T"],
+    visible: Int[Array, "B T"],
+    sparse: SparseConfig,
+    num_blocks: int,
+    *,
+    dense: Bool[Array, " B"] | None = None,
+) -> Selection:
+    """Blocks of every token from its speculative query, token by token of the partial cache.
+
+    Args:
+        query: see `speculate`.
+        partial_cache: of the layer that is selected for; see `partial_keys`.
+        positions: absolute positions of the tokens.
+        visible: cached tokens that each query scores, from the first on. In decode those before
+            this step, in a prompt those up to the query: the same selection, since its own block
+            is forced.
+        sparse: the policy; its grid of compressed keys plays no part.
+        num_blocks: M, blocks that the cache can hold.
+        dense: rows that select all their blocks; None: none.
+
+    Returns:
+        ids `[B, K, T, R]` with R = `selection_width`, and counts.
+    """
+    size = sparse.geometry.block_size
+
+    def select(query: Array, positions: Array, visible: Array) -> tuple[Array, Array]:
+        chosen = choose_blocks(
+            token_block_scores(query, partial_cache, visible, num_blocks, size),
+            positions // size,
+            init_blocks=sparse.init_blocks,
+            local_blocks=sparse.local_blocks,
+            budget=sparse.budget_blocks,
+            width=selection_width(sparse, num_blocks),
+            dense=dense,
+        )
+        return chosen.ids, chosen.count
+
+    per_token = 4 * int(np.prod(partial_cache.shape[:3]))
+    chunk = max(1, CHUNK_BYTES // per_token)
+    ids, count = map_chunks(
+        select, chunk, (query, positions, visible), axes=(1, 1, 1), out_axes=(2, 2)
+    )
+    return Selection(ids=ids, count=count)
