@@ -1,10 +1,4 @@
-"""One token a request: the layer's two phases, the step, and n steps as one program.
-
-A sparse layer runs in two phases with the fetch between them: `select_layer` (project, compress,
-choose blocks, plan slots) and `attend_layer` (attention over slots and tail, output, MLP). Composed
-in one program they are `decode_steps`; run as separate programs, with the host in between, they
-serve the eager fetcher (`sparda_jax.engine.eager`).
-"""
+"""One token a request: the step, and n steps as one program."""
 
 from __future__ import annotations
 
@@ -15,55 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from host_offload.fetch import Fetcher, ProgramFetcher
-from host_offload.slot_cache import assign_slots, compact_misses
-from pallas_kernels.pool_attention import pool_attention
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine import cache as caches
+from sparda_jax.engine.lookahead import Ahead
+from sparda_jax.engine.phases import TracedPhases, run_layers
 from sparda_jax.engine.sampling import sample
-from sparda_jax.engine.state import DecodeState, DenseCache, SparseCache, StepOutput
+from sparda_jax.engine.state import DecodeState, DenseCache, LayerCache, Step, StepOutput
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import RopeTable, rope_rows
-from sparda_jax.sparse.infllm_v2 import select_decode
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What every layer of one decode step needs to know.
-
-    Attributes:
-      position: of the token being decoded.
-      active: rows that still generate; the others select and fetch nothing.
-      cos: RoPE rows.
-      sin: RoPE rows.
-    """
-
-    position: Int[Array, " B"]
-    active: Bool[Array, " B"]
-    cos: Float[Array, "B 1 H"]
-    sin: Float[Array, "B 1 H"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What one layer attends and what must be fetched for it.
-
-    Attributes:
-      rows: rows of `SparseCache.blocks` to attend, ascending by block id, -1 for none.
-      source: flat run index in the host pool of each missed (block, KV head).
-      target: flat run index in the slots, likewise.
-      fetched: how many of `source` and `target` count.
-      free: selected blocks that no rule forced.
-      hits: how many of those were on the device already.
-    """
-
-    rows: Int[Array, "B K R"]
-    source: Int[Array, " A"]
-    target: Int[Array, " A"]
-    fetched: Int[Array, ""]
-    free: Int[Array, ""]
-    hits: Int[Array, ""]
 
 
 def begin_step(model: Decoder, rope: RopeTable, state: DecodeState) -> tuple[Array, Step]:
@@ -71,87 +24,6 @@ def begin_step(model: Decoder, rope: RopeTable, state: DecodeState) -> tuple[Arr
     cos, sin = rope_rows(rope, state.lengths[:, None])
     step = Step(position=state.lengths, active=state.active, cos=cos, sin=sin)
     return model.embed(state.last_token[:, None]), step
-
-
-def _plan(
-    cache: SparseCache, ids: Int[Array, "B K R"], step: Step, sparse: SparseConfig, num_blocks: int
-) -> tuple[SparseCache, Plan]:
-    """Turns selected block ids into rows to attend, and moves or requests what is missing."""
-    size = sparse.geometry.block_size
-    block = (step.position // size)[:, None, None]
-    wanted = jnp.where((ids == block) | ~step.active[:, None, None], -1, ids)
-    # The tail block has the highest id: what falls away here is it, or padding. One column stays,
-    # since arrays of size zero have no maximum.
-    wanted = wanted[..., : max(min(ids.shape[2], num_blocks) - 1, 1)]
-    present = wanted >= 0
-    free = present & (wanted >= sparse.init_blocks) & (wanted < block - sparse.local_blocks)
-    if cache.slot_blocks is None:
-        # Resident: a block joins the others when the next one begins.
-        begins = (step.position % size == 0)[:, None] & (block[..., 0] > 0)
-        moved = jnp.broadcast_to(jnp.where(begins, block[..., 0] - 1, -1), wanted.shape[:2])
-        none = jnp.zeros((), jnp.int32)
-        empty = jnp.zeros((0,), jnp.int32)
-        plan = Plan(wanted, empty, empty, none, jnp.sum(free), jnp.sum(free))
-    else:
-        slots = assign_slots(cache.slot_blocks, wanted)
-        # The block before the tail block is still in the tail ring, and inside one program of
-        # several steps perhaps not yet on the host: a miss of it never goes there.
-        in_ring = slots.miss & (wanted == block - 1)
-        moved = jnp.max(jnp.where(in_ring, slots.slot_ids, -1), axis=-1)
-        from_host = slots.miss & ~in_ring
-        source, target, count = compact_misses(
-            dataclasses.replace(slots, miss=from_host), wanted, num_blocks=num_blocks
-        )
-        hits = jnp.sum(free & ~from_host)
-        plan = Plan(slots.slot_ids, source, target, count, jnp.sum(free), hits)
-        cache = dataclasses.replace(cache, slot_blocks=slots.slot_blocks)
-    return caches.move_previous_block(cache, step.position, moved, size), plan
-
-
-def select_layer(
-    layer: DecoderLayer,
-    x: Float[Array, "B 1 D"],
-    cache: SparseCache,
-    step: Step,
-    sparse: SparseConfig,
-    num_blocks: int,
-) -> tuple[Float[Array, "B 1 N H"], SparseCache, Plan]:
-    """First phase: projections, cache update, block selection, slot plan.
-
-    Args:
-      layer: parameters.
-      x: hidden states.
-      cache: the layer's cache.
-      step: positions and RoPE rows.
-      sparse: selection rules.
-      num_blocks: M, blocks a sequence can hold.
-
-    Returns:
-      Queries, the cache with the new token, and what to attend and fetch.
-    """
-    q, k, v = layer.qkv(x, step.cos, step.sin)
-    k, v = k[:, 0], v[:, 0]
-    cache = caches.append_compressed(cache, k, step.position, sparse.geometry)
-    selection = select_decode(q, cache.compressed, step.position + 1, sparse, num_blocks)
-    cache, plan = _plan(cache, selection.ids[:, :, 0], step, sparse, num_blocks)
-    cache = caches.append_tail(cache, k, v, step.position, sparse.geometry.block_size)
-    return q, cache, plan
-
-
-def attend_layer(
-    layer: DecoderLayer,
-    x: Float[Array, "B 1 D"],
-    q: Float[Array, "B 1 N H"],
-    cache: SparseCache,
-    rows: Int[Array, "B K R"],
-    step: Step,
-    block_size: int,
-) -> Float[Array, "B 1 D"]:
-    """Second phase: attention over the selected blocks and the tail block, output, MLP."""
-    tail, mask = caches.tail_block(cache, step.position, block_size)
-    attention = pool_attention(q, cache.blocks, rows, tail, mask)
-    assert not isinstance(attention, tuple)  # only with return_lse
-    return layer.finish(x, attention)
 
 
 def _dense_layer(
@@ -204,8 +76,9 @@ def decode_step(
     fetcher: Fetcher | None,
     sparse: SparseConfig | None,
     num_blocks: int,
+    aheads: tuple[Ahead | None, ...],
 ) -> tuple[DecodeState, StepOutput]:
-    """Decodes one token for every active request.
+    """Decodes one token for every active request; arguments as those of `decode_steps`.
 
     Args:
       model: parameters.
@@ -214,27 +87,27 @@ def decode_step(
       fetcher: where missed blocks come from; None when the KV is resident.
       sparse: selection rules; None is dense attention.
       num_blocks: M, blocks a sequence can hold.
+      aheads: per layer, who chooses its blocks one layer early.
     """
     x, step = begin_step(model, rope, state)
-    layers = []
-    zero = jnp.zeros((), jnp.int32)
-    free, hits, fetched = zero, zero, zero
-    for index, (layer, cache) in enumerate(zip(model.layers, state.layers, strict=True)):
-        if isinstance(cache, DenseCache):
+    counts = [jnp.zeros((), jnp.int32)] * 3
+    layers: tuple[LayerCache, ...]
+    if sparse is None:
+        dense = []
+        for layer, cache in zip(model.layers, state.layers, strict=True):
+            assert isinstance(cache, DenseCache)
             x, cache = _dense_layer(layer, x, cache, step)
-        else:
-            assert sparse is not None
-            q, cache, plan = select_layer(layer, x, cache, step, sparse, num_blocks)
-            if fetcher is not None:
-                blocks = fetcher.fetch(index, cache.blocks, plan.source, plan.target, plan.fetched)
-                cache = dataclasses.replace(cache, blocks=blocks)
-            x = attend_layer(layer, x, q, cache, plan.rows, step, sparse.geometry.block_size)
-            free, hits = free + plan.free, hits + plan.hits
-            fetched = fetched + plan.fetched
-        layers.append(cache)
+            dense.append(cache)
+        layers = tuple(dense)
+    else:
+        phases = TracedPhases(model, aheads, fetcher, step, sparse, num_blocks)
+        x, layers, plans = run_layers(phases, x, state.layers, [a is not None for a in aheads])
+        counts = [
+            sum((getattr(plan, name) for plan in plans), counts[0])
+            for name in ("free", "hits", "fetched")
+        ]
     state, tokens, emitted = end_step(model, x, state)
-    state = dataclasses.replace(state, layers=tuple(layers))
-    return state, StepOutput(tokens, emitted, free, hits, fetched)
+    return dataclasses.replace(state, layers=layers), StepOutput(tokens, emitted, *counts)
 
 
 def decode_steps(
@@ -242,6 +115,7 @@ def decode_steps(
     rope: RopeTable,
     pool: tuple[Float[Array, "B K M 2 P H"], ...] | None,
     state: DecodeState,
+    aheads: tuple[Ahead | None, ...] | None = None,
     *,
     steps: int,
     sparse: SparseConfig | None,
@@ -258,6 +132,8 @@ def decode_steps(
       rope: table that covers every position.
       pool: L host arrays; None when the KV is resident.
       state: the batch; donate it.
+      aheads: per layer, who chooses its blocks one layer early (`forecast_ahead`); None: every
+        layer by its own queries.
       steps: n, static.
       sparse: selection rules; None is dense attention.
       num_blocks: M, blocks a sequence can hold.
@@ -275,9 +151,10 @@ def decode_steps(
             f"when KV is offloaded, got {steps}"
         )
     fetcher = None if pool is None else ProgramFetcher(pool)
+    choosers = (None,) * len(model.layers) if aheads is None else aheads
 
     def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
-        return decode_step(model, rope, state, fetcher, sparse, num_blocks)
+        return decode_step(model, rope, state, fetcher, sparse, num_blocks, choosers)
 
     batch = state.lengths.shape[0]
     outputs = StepOutput(

@@ -1,6 +1,6 @@
 """Decode steps driven layer by layer from the host, for the eager fetcher.
 
-The phases are those of `sparda_jax.engine.decode`, each its own program: the miss list has to reach
+The phases are those of `sparda_jax.engine.phases`, each its own program: the miss list has to reach
 the host between a layer's selection and its attention. All layers share the programs.
 """
 
@@ -14,14 +14,72 @@ from jaxtyping import Array, Int
 
 from host_offload.fetch import Fetcher
 from sparda_jax.config import SparseConfig
-from sparda_jax.engine import decode
+from sparda_jax.engine import decode, phases
+from sparda_jax.engine.lookahead import Ahead
 from sparda_jax.engine.modules import Parameters
+from sparda_jax.engine.phases import Plan
 from sparda_jax.engine.programs import Programs
-from sparda_jax.engine.state import DecodeState, SparseCache, StepOutput
+from sparda_jax.engine.state import DecodeState, SparseCache, Step, StepOutput
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import RopeTable
 
 Counts = tuple[Int[Array, ""], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPhases:
+    """Each phase a program of its own; see `sparda_jax.engine.phases.Phases`.
+
+    Attributes:
+      programs: of the engine.
+      layers: parameters of each layer.
+      aheads: per layer, who chooses its blocks one layer early.
+      fetcher: driven from the host.
+      sparse: selection rules.
+      num_blocks: M, blocks a sequence can hold.
+      step: of this token.
+    """
+
+    programs: Programs
+    layers: tuple[Parameters[DecoderLayer], ...]
+    aheads: tuple[Ahead | None, ...]
+    fetcher: Fetcher
+    sparse: SparseConfig
+    num_blocks: int
+    step: Step
+
+    def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
+        """See `phases.project_layer`."""
+        run = self.programs.on_layer(
+            phases.project_layer, donate=(2,), geometry=self.sparse.geometry
+        )
+        return run(self.layers[index].arrays, x, cache, self.step)
+
+    def choose_own(self, q: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
+        """See `phases.choose_own`."""
+        run = self.programs.plain(
+            phases.choose_own, donate=(1,), sparse=self.sparse, num_blocks=self.num_blocks
+        )
+        return run(q, cache, self.step)
+
+    def choose_ahead(
+        self, index: int, normed: Array, cache: SparseCache
+    ) -> tuple[SparseCache, Plan]:
+        """See `phases.choose_ahead`."""
+        run = self.programs.on_layer(
+            phases.choose_ahead, donate=(3,), sparse=self.sparse, num_blocks=self.num_blocks
+        )
+        return run(self.layers[index].arrays, self.aheads[index], normed, cache, self.step)
+
+    def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
+        """Waits for the miss list; the copies themselves are asynchronous."""
+        return self.fetcher.fetch(index, blocks, plan.source, plan.target, plan.fetched)
+
+    def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
+        """See `phases.attend_layer`."""
+        size = self.sparse.geometry.block_size
+        run = self.programs.on_layer(phases.attend_layer, donate=(1,), block_size=size)
+        return run(self.layers[index].arrays, x, q, cache, rows, self.step)
 
 
 def _end(
@@ -42,6 +100,7 @@ def eager_step(
     fetcher: Fetcher,
     sparse: SparseConfig,
     num_blocks: int,
+    aheads: tuple[Ahead | None, ...],
 ) -> tuple[DecodeState, StepOutput]:
     """One token for every active request, as `decode.decode_step`.
 
@@ -54,28 +113,16 @@ def eager_step(
       fetcher: driven from the host.
       sparse: selection rules.
       num_blocks: M, blocks a sequence can hold.
+      aheads: per layer, who chooses its blocks one layer early.
 
     Returns:
       The state, and the output with a leading axis of 1.
     """
-    begin = programs.on_model(decode.begin_step)
-    select = programs.on_layer(
-        decode.select_layer, donate=(2,), sparse=sparse, num_blocks=num_blocks
-    )
-    attend = programs.on_layer(
-        decode.attend_layer, donate=(1,), block_size=sparse.geometry.block_size
-    )
     rest = dataclasses.replace(state, layers=())
-    x, step = begin(model.arrays, rope, rest)
-    caches, plans = [], []
-    for index, (layer, cache) in enumerate(zip(layers, state.layers, strict=True)):
-        assert isinstance(cache, SparseCache)
-        q, cache, plan = select(layer.arrays, x, cache, step)
-        blocks = fetcher.fetch(index, cache.blocks, plan.source, plan.target, plan.fetched)
-        cache = dataclasses.replace(cache, blocks=blocks)
-        x = attend(layer.arrays, x, q, cache, plan.rows, step)
-        caches.append(cache)
-        plans.append(plan)
+    x, step = programs.on_model(decode.begin_step)(model.arrays, rope, rest)
+    run = CompiledPhases(programs, layers, aheads, fetcher, sparse, num_blocks, step)
+    chosen_ahead = [ahead is not None for ahead in aheads]
+    x, caches, plans = phases.run_layers(run, x, state.layers, chosen_ahead)
     counts = (tuple(getattr(plan, name) for plan in plans) for name in ("free", "hits", "fetched"))
     rest, output = programs.on_model(_end)(model.arrays, x, rest, *counts)
-    return dataclasses.replace(rest, layers=tuple(caches)), output
+    return dataclasses.replace(rest, layers=caches), output

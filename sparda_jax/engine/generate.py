@@ -16,23 +16,25 @@ from host_offload.host_pool import HostPool
 from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
 from sparda_jax.engine import decode, prefill
 from sparda_jax.engine.eager import eager_step
+from sparda_jax.engine.lookahead import Ahead, ForecastAhead, forecast_ahead
 from sparda_jax.engine.modules import Parameters
-from sparda_jax.engine.plan import BatchPlan, check_memory, pad_prompts, plan_batch
+from sparda_jax.engine.plan import BatchPlan, check_memory, plan_batch
 from sparda_jax.engine.programs import Programs
+from sparda_jax.engine.prompts import Progress, PromptRun
 from sparda_jax.engine.report import FinishReason, Report, RequestResult
 from sparda_jax.engine.state import (
     DecodeState,
-    DenseCache,
     LayerCache,
     SamplingState,
     SparseCache,
     StepOutput,
     sampling_fields,
 )
+from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import RopeTable, rope_table
+from sparda_jax.sparse.forecast import check_lookahead
 
-Progress = Callable[[int, int], None]
 OnToken = Callable[[int, int], None]
 
 
@@ -45,14 +47,15 @@ class Engine:
 
     Attributes:
       model: parameters.
-      sparse: selection rules of sparse mode.
+      sparse: selection rules of the modes other than dense.
       config: how batches are run.
       device: where.
       programs: everything compiled so far.
 
     Raises:
       NotImplementedError: dense attention over offloaded KV.
-      ValueError: more steps a call than a block has tokens, when offloaded.
+      ValueError: more steps a call than a block has tokens, when offloaded; mode "sparda" without
+        Forecast weights, or they without it; rules under which it would miss blocks.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Engine:
         *,
         sparse: SparseConfig | None = None,
         config: EngineConfig | None = None,
+        forecast: Forecast | None = None,
         device: jax.Device | None = None,
     ):
         self.model = model
@@ -78,6 +82,15 @@ class Engine:
                 f"steps_per_call {self.config.steps_per_call} exceeds the block size {size}: "
                 "a filled block is written to the host between calls"
             )
+        if (self.config.mode == "sparda") != (forecast is not None):
+            raise ValueError(
+                f"mode {self.config.mode!r} {'needs' if forecast is None else 'takes no'} "
+                "Forecast weights"
+            )
+        self.aheads: tuple[Ahead | None, ...] = (None,) * len(model.layers)
+        if forecast is not None:
+            check_lookahead(self.sparse)
+            self.aheads = forecast_ahead(forecast)
         self.parameters = Parameters.of(model)
         self.layers = tuple(Parameters.of(layer) for layer in model.layers)
         self.programs = Programs(self.parameters, self.layers)
@@ -86,6 +99,12 @@ class Engine:
         self.rope: RopeTable = self.put(
             jax.jit(rope_table, static_argnums=(0, 1))(model.config.rope, length)
         )
+
+    def forecast_kernel(self, index: int) -> jax.Array:
+        """The projection that chooses the blocks of layer `index`, in mode "sparda"."""
+        ahead = self.aheads[index]
+        assert isinstance(ahead, ForecastAhead)
+        return ahead.kernel
 
     def put(self, tree: Any) -> Any:
         """Copies a pytree of (numpy or jax) arrays to the device, explicitly."""
@@ -177,7 +196,9 @@ class Generation:
         report, programs = self.report, self._engine.programs
         start, compiled = time.perf_counter(), programs.compile_seconds
         try:
-            layers = self._run_prompts(progress)
+            run = PromptRun(self._engine, self.plan, self.pool)
+            x, lengths, layers = run(self._prompts, progress)
+            self._first_token(x, lengths, tuple(layers))
         finally:
             # Also those of an interrupted prefill, of which no prompt token counts as done.
             report.prefill_compile_seconds = programs.compile_seconds - compiled
@@ -188,52 +209,6 @@ class Generation:
         report.context_tokens = int(np.max(self._lengths))
         report.context_tokens = int(np.max(self._lengths))
         report.device_kv_bytes = memory.tree_bytes(layers)
-
-    def _run_prompts(self, progress: Progress | None) -> list[LayerCache]:
-        engine, plan = self._engine, self.plan
-        tokens, lengths = engine.put(pad_prompts(self._prompts, plan.padded_length))
-        x = engine.programs.on_model(prefill.embed)(engine.parameters.arrays, tokens)
-        chunk = min(engine.config.prefill_chunk, plan.padded_length)
-        starts = [engine.put(np.int32(at)) for at in range(0, plan.padded_length, chunk)]
-        total, layers = len(engine.layers) * len(starts), []
-        for index in range(len(engine.layers)):
-            advance, cache = self._prefill_layer(index, x, lengths, chunk)
-            for part, at in enumerate(starts):
-                x = advance(x, at)
-                if progress is not None:
-                    x.block_until_ready()
-                    progress(index * len(starts) + part + 1, total)
-            # No layer is dispatched ahead: the KV of several would be allocated at once.
-            x.block_until_ready()
-            layers.append(cache)
-        self._first_token(x, lengths, tuple(layers))
-        return layers
-
-    def _prefill_layer(
-        self, index: int, x: jax.Array, lengths: jax.Array, chunk: int
-    ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], LayerCache]:
-        """Computes a layer's KV; returns how to advance a chunk of x, and the cache for decode."""
-        engine, programs, plan = self._engine, self._engine.programs, self.plan
-        sparse, rope, arrays = engine.sparse, engine.rope, engine.layers[index].arrays
-        if engine.config.mode == "dense":
-            length = plan.num_blocks * sparse.geometry.block_size
-            make = programs.on_layer(prefill.layer_keys_values, length=length)
-            dense: DenseCache = make(arrays, rope, x)
-            run = programs.on_layer(prefill.dense_chunk, donate=(2,), size=chunk)
-            return lambda x, at: run(arrays, rope, x, at, dense), dense
-        make = programs.on_layer(prefill.layer_blocks, sparse=sparse, num_blocks=plan.num_blocks)
-        kv, compressed = make(arrays, rope, x)
-        tail, window = programs.plain(prefill.decode_tail, sparse=sparse)(kv, lengths)
-        if self.pool is None:
-            cache = SparseCache(kv, None, tail, window, compressed)
-        else:
-            self.pool.store_layer(index, kv)
-            shape = (*kv.shape[:2], plan.slots, *kv.shape[3:])
-            empty = programs.plain(prefill.empty_slots, shape=shape, dtype=kv.dtype)
-            slots, slot_blocks = empty()
-            cache = SparseCache(slots, slot_blocks, tail, window, compressed)
-        run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=chunk, sparse=sparse)
-        return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
 
     def _first_token(
         self, x: jax.Array, lengths: jax.Array, layers: tuple[LayerCache, ...]
@@ -275,6 +250,7 @@ class Generation:
                 fetcher,
                 engine.sparse,
                 plan.num_blocks,
+                engine.aheads,
             )
         program = engine.programs.on_model(
             decode.decode_steps,
@@ -283,8 +259,8 @@ class Generation:
             sparse=sparse,
             num_blocks=plan.num_blocks,
         )
-        program.compile(arrays, rope, pool and pool.layers, self.state)
-        return lambda state: program(arrays, rope, pool and pool.layers, state)
+        program.compile(arrays, rope, pool and pool.layers, self.state, engine.aheads)
+        return lambda state: program(arrays, rope, pool and pool.layers, state, engine.aheads)
 
     def _tails(self) -> tuple[jax.Array, ...]:
         assert self.state is not None

@@ -105,6 +105,8 @@ def plan_batch(
         device *= model.num_layers * len(prompts)
     layer = full // model.num_layers
     hidden = len(prompts) * padded * model.hidden_size * size
+    if config.mode == "sparda":
+        hidden += len(prompts) * padded * token  # Forecast queries of all tokens
     return BatchPlan(
         batch=len(prompts),
         padded_length=padded,

@@ -19,9 +19,11 @@ from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine.decode import end_step
 from sparda_jax.engine.state import DecodeState, DenseCache
+from sparda_jax.forecast.projection import project
 from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import RopeTable, rope_rows
+from sparda_jax.sparse.forecast import select_prefill_forecast
 from sparda_jax.sparse.infllm_v2 import select_prefill, to_blocks
 
 
@@ -104,6 +106,58 @@ def sparse_chunk(
     attention = block_sparse_attention(q, kv, selection.ids, positions)
     assert not isinstance(attention, tuple)  # only with return_lse
     return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(part, attention), start, axis=1)
+
+
+def first_forecast(
+    layer: DecoderLayer, rope: RopeTable, x: Float[Array, "B T D"], kernel: Float[Array, "D KH"]
+) -> Float[Array, "B T K H"]:
+    """Forecast queries of every token for layer 0, by its own projection."""
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    return project(kernel, layer.attention_norm(x), *rope_rows(rope, positions))
+
+
+def forecast_chunk(
+    layer: DecoderLayer,
+    rope: RopeTable,
+    x: Float[Array, "B T D"],
+    forecast: Float[Array, "B T K H"],
+    start: Int[Array, ""],
+    kernel: Float[Array, "D KH"],
+    kv: Float[Array, "B K M 2 P H"],
+    compressed: Float[Array, "B K C H"],
+    lengths: Int[Array, " B"],
+    *,
+    size: int,
+    sparse: SparseConfig,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T K H"]]:
+    """`sparse_chunk` with blocks that the layer before chose; x and forecast updated in place.
+
+    Args:
+      layer: parameters.
+      rope: table that covers every position.
+      x: hidden states of all tokens.
+      forecast: in: queries for this layer's blocks; out, for this chunk: for the next layer's.
+      start: first token of the chunk.
+      kernel: the projection that runs in this layer.
+      kv: blocks of the whole prompt.
+      compressed: their compressed keys.
+      lengths: prompt tokens per request.
+      size: tokens of a chunk.
+      sparse: selection rules.
+    """
+    part, q, positions = _chunk(layer, rope, x, start, size)
+    queries = jax.lax.dynamic_slice_in_dim(forecast, start, size, axis=1)
+    selection = select_prefill_forecast(
+        queries, compressed, positions, lengths, sparse, kv.shape[2]
+    )
+    following = project(kernel, layer.attention_norm(part), *rope_rows(rope, positions))
+    attention = block_sparse_attention(q, kv, selection.ids, positions)
+    assert not isinstance(attention, tuple)  # only with return_lse
+    update = jax.lax.dynamic_update_slice_in_dim
+    return (
+        update(x, layer.finish(part, attention), start, axis=1),
+        update(forecast, following.astype(forecast.dtype), start, axis=1),
+    )
 
 
 def decode_tail(

@@ -118,6 +118,24 @@ class DecodeState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """What every layer of one decode step needs to know.
+
+    Attributes:
+      position: of the token being decoded.
+      active: rows that still generate; the others select and fetch nothing.
+      cos: RoPE rows.
+      sin: RoPE rows.
+    """
+
+    position: Int[Array, " B"]
+    active: Bool[Array, " B"]
+    cos: Float[Array, "B 1 H"]
+    sin: Float[Array, "B 1 H"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class StepOutput:
     """What one decode step (or, stacked on a leading axis, several) hands to the host.
 

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.config import EngineConfig, ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.engine.generate import Engine
+from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 
 VOCABULARY = 97
@@ -39,8 +40,13 @@ def sparse() -> SparseConfig:
     )
 
 
+@pytest.fixture(scope="session")
+def forecast(model) -> Forecast:
+    return Forecast.random(model.config, seed=4)
+
+
 @pytest.fixture(scope="module")
-def make_engine(model, sparse):
+def make_engine(model, sparse, forecast):
     """Engines by their settings; equal settings share one and its compiled programs."""
     engines = {}
 
@@ -48,7 +54,12 @@ def make_engine(model, sparse):
         settings = {"prefill_chunk": 16, "steps_per_call": 4} | config
         key = (sparse, id(model), *sorted(settings.items()))
         if fresh or key not in engines:
-            engines[key] = Engine(model, sparse=sparse, config=EngineConfig(**settings))
+            engines[key] = Engine(
+                model,
+                sparse=sparse,
+                config=EngineConfig(**settings),
+                forecast=forecast if settings.get("mode") == "sparda" else None,
+            )
         return engines[key]
 
     return make

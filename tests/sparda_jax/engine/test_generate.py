@@ -8,7 +8,9 @@ import pytest
 
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine import decode, prefill
+from sparda_jax.engine.lookahead import forecast_ahead
 from sparda_jax.engine.state import SparseCache
+from sparda_jax.forecast.forward import sparda_logits
 
 NEW_TOKENS = 40
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
@@ -20,8 +22,10 @@ def tokens_of(engine, prompts, sampling=GREEDY):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("mode", ["dense", "sparse"])
-def test_decode_follows_the_whole_sequence_forward(make_engine, model, sparse, prompts, mode):
+@pytest.mark.parametrize("mode", ["dense", "sparse", "sparda"])
+def test_decode_follows_the_whole_sequence_forward(
+    make_engine, model, sparse, forecast, prompts, mode
+):
     """Teacher forcing: every token is the argmax of one forward over all that came before it."""
     generated, _ = tokens_of(make_engine(mode=mode), prompts)
     sequences = [prompt + tokens for prompt, tokens in zip(prompts, generated, strict=True)]
@@ -30,35 +34,47 @@ def test_decode_follows_the_whole_sequence_forward(make_engine, model, sparse, p
     for row, sequence in enumerate(sequences):
         padded[row, : len(sequence)] = sequence
     rules = sparse if mode == "sparse" else None
-    forward = jax.jit(lambda model, tokens, lengths: model(tokens, lengths=lengths, sparse=rules))
+
+    def forward(model, forecast, tokens, lengths):
+        if mode != "sparda":
+            return model(tokens, lengths=lengths, sparse=rules)
+        starts = np.array([len(prompt) for prompt in prompts], np.int32)
+        return sparda_logits(
+            model, forecast, tokens, lengths=lengths, prompt_lengths=starts, sparse=sparse
+        )
+
     with jax.transfer_guard("allow"):
-        drawn = np.asarray(forward(model, padded, lengths)).argmax(-1)
+        drawn = np.asarray(jax.jit(forward)(model, forecast, padded, lengths)).argmax(-1)
     for row, (prompt, tokens) in enumerate(zip(prompts, generated, strict=True)):
         expected = drawn[row, len(prompt) - 1 : len(prompt) + len(tokens) - 1]
         np.testing.assert_array_equal(expected, tokens)
 
 
-def test_sparse_differs_from_dense_when_the_budget_binds(make_engine, prompts):
-    """Guards the equalities below: they would hold trivially if sparse attention were dense."""
+def test_modes_differ_when_the_budget_binds(make_engine, prompts):
+    """Guards the equalities below: they would hold trivially if all modes attended the same."""
     sparse, _ = tokens_of(make_engine(), prompts)
     dense, _ = tokens_of(make_engine(mode="dense"), prompts)
+    sparda, _ = tokens_of(make_engine(mode="sparda"), prompts)
     assert sparse != dense
+    assert sparda not in (sparse, dense)
 
 
-def test_all_blocks_selected_equals_dense(make_engine, sparse, prompts):
+@pytest.mark.parametrize("mode", ["sparse", "sparda"])
+def test_all_blocks_selected_equals_dense(make_engine, sparse, prompts, mode):
     everything = sparse.with_all_blocks(256)
+    dense, _ = tokens_of(make_engine(mode="dense"), prompts)
     for offload in ("none", "host"):
-        blocks, _ = tokens_of(make_engine(sparse=everything, offload=offload), prompts)
-        dense, _ = tokens_of(make_engine(mode="dense"), prompts)
-        assert blocks == dense
+        engine = make_engine(sparse=everything, mode=mode, offload=offload)
+        assert tokens_of(engine, prompts)[0] == dense
 
 
-def test_dense_len_switches_in_mid_generation(make_engine, sparse, prompts):
+@pytest.mark.parametrize("mode", ["sparse", "sparda"])
+def test_dense_len_switches_in_mid_generation(make_engine, sparse, prompts, mode):
     """Rows below dense_len attend everything, then the budget: offloaded equals resident."""
     mixed = dataclasses.replace(sparse, dense_len=60)
     dense, _ = tokens_of(make_engine(mode="dense"), prompts)
-    resident, _ = tokens_of(make_engine(sparse=mixed), prompts)
-    offloaded, _ = tokens_of(make_engine(sparse=mixed, offload="host"), prompts)
+    resident, _ = tokens_of(make_engine(sparse=mixed, mode=mode), prompts)
+    offloaded, _ = tokens_of(make_engine(sparse=mixed, mode=mode, offload="host"), prompts)
     assert resident == offloaded
     short = 60 - len(prompts[1])
     assert resident[1][:short] == dense[1][:short]
@@ -67,25 +83,28 @@ def test_dense_len_switches_in_mid_generation(make_engine, sparse, prompts):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("fetch", ["program", "eager"])
-@pytest.mark.parametrize("local_blocks", [0, 2])
-def test_offloaded_equals_resident(make_engine, sparse, prompts, fetch, local_blocks):
+@pytest.mark.parametrize(
+    "mode,local_blocks", [("sparse", 0), ("sparse", 2), ("sparda", 1), ("sparda", 2)]
+)
+def test_offloaded_equals_resident(make_engine, sparse, prompts, fetch, mode, local_blocks):
     rules = dataclasses.replace(sparse, local_blocks=local_blocks)
-    resident, _ = tokens_of(make_engine(sparse=rules), prompts)
-    offloaded, report = tokens_of(make_engine(sparse=rules, offload="host", fetch=fetch), prompts)
+    resident, _ = tokens_of(make_engine(sparse=rules, mode=mode), prompts)
+    engine = make_engine(sparse=rules, mode=mode, offload="host", fetch=fetch)
+    offloaded, report = tokens_of(engine, prompts)
     assert resident == offloaded
     assert report.fetched_runs > 0
     assert 0 < report.hit_rate < 1
     assert report.written_back_runs > 0
 
 
-@pytest.mark.parametrize("offload", ["none", "host"])
-def test_n_step_program_equals_single_steps(make_engine, prompts, offload):
-    single, _ = tokens_of(make_engine(offload=offload, steps_per_call=1), prompts)
-    several, _ = tokens_of(make_engine(offload=offload, steps_per_call=8), prompts)
+@pytest.mark.parametrize("mode", ["sparse", "sparda"])
+def test_n_step_program_equals_single_steps(make_engine, prompts, mode):
+    single, _ = tokens_of(make_engine(mode=mode, offload="host", steps_per_call=1), prompts)
+    several, _ = tokens_of(make_engine(mode=mode, offload="host", steps_per_call=8), prompts)
     assert several == single
 
 
-@pytest.mark.parametrize("mode", ["dense", "sparse"])
+@pytest.mark.parametrize("mode", ["dense", "sparse", "sparda"])
 def test_chunked_prefill_equals_one_shot(make_engine, prompts, mode):
     whole, _ = tokens_of(make_engine(mode=mode, prefill_chunk=128), prompts)
     chunked, _ = tokens_of(make_engine(mode=mode, prefill_chunk=7), prompts)
@@ -101,7 +120,7 @@ def test_batched_equals_one_by_one(make_engine, prompts, offload):
 
 
 @pytest.mark.parametrize(
-    "mode,offload", [("dense", "none"), ("sparse", "none"), ("sparse", "host")]
+    "mode,offload", [("dense", "none"), ("sparse", "none"), ("sparse", "host"), ("sparda", "host")]
 )
 def test_a_row_is_bit_identical_with_its_neighbours_idle_or_poisoned(
     make_engine, prompts, mode, offload
@@ -170,6 +189,8 @@ def test_no_recompilation_after_the_second_step(make_engine, prompts):
         {"mode": "sparse"},
         {"offload": "host"},
         {"offload": "host", "fetch": "eager"},
+        {"mode": "sparda", "offload": "host"},
+        {"mode": "sparda", "offload": "host", "fetch": "eager"},
     ):
         engine = make_engine(fresh=True, steps_per_call=1, **settings)
         generation = engine.prepare(prompts, GREEDY)
@@ -319,21 +340,23 @@ def test_callbacks_and_counters(make_engine, prompts):
     assert report.as_dict()["hit_rate"] == report.hit_rate
 
 
-def test_decode_steps_in_the_users_own_jit(make_engine, model, sparse, prompts):
+@pytest.mark.parametrize("mode", ["sparse", "sparda"])
+def test_decode_steps_in_the_users_own_jit(make_engine, model, sparse, forecast, prompts, mode):
     """The importable path: the pure function in a plain jax.jit, the pool a host-typed argument."""
-    expected, _ = tokens_of(make_engine(offload="host"), prompts)
-    engine = make_engine(offload="host")
+    engine = make_engine(mode=mode, offload="host")
+    expected, _ = tokens_of(engine, prompts)
+    aheads = forecast_ahead(forecast) if mode == "sparda" else None
     generation = engine.prepare(prompts, GREEDY)
     generation.prefill()
     blocks = generation.plan.num_blocks
 
     @jax.jit
-    def eight(model, rope, pool, state):
+    def eight(model, rope, pool, state, aheads):
         return decode.decode_steps(
-            model, rope, pool, state, steps=8, sparse=sparse, num_blocks=blocks
+            model, rope, pool, state, aheads, steps=8, sparse=sparse, num_blocks=blocks
         )
 
-    _, outputs = eight(model, engine.rope, generation.pool.layers, generation.state)
+    _, outputs = eight(model, engine.rope, generation.pool.layers, generation.state, aheads)
     drawn = jax.device_get(outputs.tokens)
     for row in range(len(prompts)):
         np.testing.assert_array_equal(drawn[:, row], expected[row][1:9])

@@ -80,3 +80,14 @@ def test_budget_below_the_forced_blocks():
     with pytest.raises(ValueError, match="budget of 9 blocks is smaller than the 10 forced"):
         SparseConfig(budget_blocks=9)
     assert dataclasses.replace(SparseConfig(), budget_blocks=10).budget_tokens == 640
+
+
+def test_sparda_needs_forecast_weights_and_local_blocks(model, sparse, forecast):
+    config = EngineConfig(mode="sparda")
+    with pytest.raises(ValueError, match="mode 'sparda' needs Forecast weights"):
+        Engine(model, sparse=sparse, config=config)
+    with pytest.raises(ValueError, match="mode 'sparse' takes no Forecast weights"):
+        Engine(model, sparse=sparse, forecast=forecast)
+    without = dataclasses.replace(sparse, local_blocks=0)
+    with pytest.raises(ValueError, match="local_blocks >= 1"):
+        Engine(model, sparse=without, config=config, forecast=forecast)

@@ -1,0 +1,262 @@
+"""What one decode step does in a sparse layer, phase by phase, and the order of the phases.
+
+A layer projects (`project_layer`), has its blocks chosen and its slots planned (`choose_own` by its
+own queries, or `choose_ahead` while the layer before it runs), fetches what is missing, and attends
+(`attend_layer`). `run_layers` is the order. The phases run traced into one program
+(`TracedPhases`), or as programs of their own with the host in between (`sparda_jax.engine.eager`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from host_offload.fetch import Fetcher
+from host_offload.slot_cache import assign_slots, compact_misses
+from pallas_kernels.geometry import BlockGeometry
+from pallas_kernels.pool_attention import pool_attention
+from sparda_jax.config import SparseConfig
+from sparda_jax.engine import cache as caches
+from sparda_jax.engine.lookahead import Ahead
+from sparda_jax.engine.state import LayerCache, SparseCache, Step
+from sparda_jax.models.decoder import Decoder, DecoderLayer
+from sparda_jax.sparse.infllm_v2 import select_decode
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one layer attends and what must be fetched for it.
+
+    Attributes:
+      rows: rows of `SparseCache.blocks` to attend, ascending by block id, -1 for none.
+      source: flat run index in the host pool of each missed (block, KV head).
+      target: flat run index in the slots, likewise.
+      fetched: how many of `source` and `target` count.
+      free: selected blocks that no rule forced.
+      hits: how many of those were on the device already.
+    """
+
+    rows: Int[Array, "B K R"]
+    source: Int[Array, " A"]
+    target: Int[Array, " A"]
+    fetched: Int[Array, ""]
+    free: Int[Array, ""]
+    hits: Int[Array, ""]
+
+
+def _plan(
+    cache: SparseCache, ids: Int[Array, "B K R"], step: Step, sparse: SparseConfig, num_blocks: int
+) -> tuple[SparseCache, Plan]:
+    """Turns selected block ids into rows to attend, and moves or requests what is missing."""
+    size = sparse.geometry.block_size
+    block = (step.position // size)[:, None, None]
+    wanted = jnp.where((ids == block) | ~step.active[:, None, None], -1, ids)
+    # The tail block has the highest id: what falls away here is it, or padding. One column stays,
+    # since arrays of size zero have no maximum.
+    wanted = wanted[..., : max(min(ids.shape[2], num_blocks) - 1, 1)]
+    present = wanted >= 0
+    free = present & (wanted >= sparse.init_blocks) & (wanted < block - sparse.local_blocks)
+    if cache.slot_blocks is None:
+        # Resident: a block joins the others when the next one begins.
+        begins = (step.position % size == 0)[:, None] & (block[..., 0] > 0)
+        moved = jnp.broadcast_to(jnp.where(begins, block[..., 0] - 1, -1), wanted.shape[:2])
+        none = jnp.zeros((), jnp.int32)
+        empty = jnp.zeros((0,), jnp.int32)
+        plan = Plan(wanted, empty, empty, none, jnp.sum(free), jnp.sum(free))
+    else:
+        slots = assign_slots(cache.slot_blocks, wanted)
+        # The block before the tail block is still in the tail ring, and inside one program of
+        # several steps perhaps not yet on the host: a miss of it never goes there.
+        in_ring = slots.miss & (wanted == block - 1)
+        moved = jnp.max(jnp.where(in_ring, slots.slot_ids, -1), axis=-1)
+        from_host = slots.miss & ~in_ring
+        source, target, count = compact_misses(
+            dataclasses.replace(slots, miss=from_host), wanted, num_blocks=num_blocks
+        )
+        hits = jnp.sum(free & ~from_host)
+        plan = Plan(slots.slot_ids, source, target, count, jnp.sum(free), hits)
+        cache = dataclasses.replace(cache, slot_blocks=slots.slot_blocks)
+    return caches.move_previous_block(cache, step.position, moved, size), plan
+
+
+def project_layer(
+    layer: DecoderLayer,
+    x: Float[Array, "B 1 D"],
+    cache: SparseCache,
+    step: Step,
+    geometry: BlockGeometry,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 D"], SparseCache]:
+    """Projections, and the cache with the new token.
+
+    Returns:
+      Queries, what they were projected from, and the cache.
+    """
+    q, k, v = layer.qkv(x, step.cos, step.sin)
+    k, v = k[:, 0], v[:, 0]
+    cache = caches.append_compressed(cache, k, step.position, geometry)
+    cache = caches.append_tail(cache, k, v, step.position, geometry.block_size)
+    return q, layer.attention_norm(x), cache
+
+
+def choose_own(
+    q: Float[Array, "B 1 N H"],
+    cache: SparseCache,
+    step: Step,
+    sparse: SparseConfig,
+    num_blocks: int,
+) -> tuple[SparseCache, Plan]:
+    """Blocks by the layer's own queries, and where they are or go.
+
+    Args:
+      q: queries of the new token.
+      cache: the layer's cache with the new token.
+      step: positions.
+      sparse: selection rules.
+      num_blocks: M, blocks a sequence can hold.
+    """
+    selection = select_decode(q, cache.compressed, step.position + 1, sparse, num_blocks)
+    return _plan(cache, selection.ids[:, :, 0], step, sparse, num_blocks)
+
+
+def choose_ahead(
+    layer: DecoderLayer,
+    ahead: Ahead,
+    normed: Float[Array, "B 1 D"],
+    cache: SparseCache,
+    step: Step,
+    sparse: SparseConfig,
+    num_blocks: int,
+) -> tuple[SparseCache, Plan]:
+    """Blocks of `layer` by the hidden state of the layer before it; see `Ahead.choose`."""
+    selection = ahead.choose(layer, normed, cache, step, sparse, num_blocks)
+    return _plan(cache, selection.ids[:, :, 0], step, sparse, num_blocks)
+
+
+def attend_layer(
+    layer: DecoderLayer,
+    x: Float[Array, "B 1 D"],
+    q: Float[Array, "B 1 N H"],
+    cache: SparseCache,
+    rows: Int[Array, "B K R"],
+    step: Step,
+    block_size: int,
+) -> Float[Array, "B 1 D"]:
+    """Second phase: attention over the selected blocks and the tail block, output, MLP."""
+    tail, mask = caches.tail_block(cache, step.position, block_size)
+    attention = pool_attention(q, cache.blocks, rows, tail, mask)
+    assert not isinstance(attention, tuple)  # only with return_lse
+    return layer.finish(x, attention)
+
+
+class Phases(Protocol):
+    """The phases of one step, run by whoever drives it; layers are named by their number."""
+
+    def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
+        """See `project_layer`."""
+        ...
+
+    def choose_own(self, q: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
+        """See `choose_own`."""
+        ...
+
+    def choose_ahead(
+        self, index: int, normed: Array, cache: SparseCache
+    ) -> tuple[SparseCache, Plan]:
+        """See `choose_ahead`."""
+        ...
+
+    def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
+        """The slots with what `plan` misses."""
+        ...
+
+    def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
+        """See `attend_layer`."""
+        ...
+
+
+def run_layers(
+    phases: Phases,
+    x: Float[Array, "B 1 D"],
+    layers: tuple[LayerCache, ...],
+    chosen_ahead: Sequence[bool],
+) -> tuple[Float[Array, "B 1 D"], tuple[SparseCache, ...], list[Plan]]:
+    """All sparse layers of one step: the one place that orders the phases.
+
+    A layer whose blocks are chosen ahead has them fetched before the layer in front of it attends,
+    so that the copy may run behind that attention and MLP.
+
+    Args:
+      phases: how to run each.
+      x: hidden states.
+      layers: their caches.
+      chosen_ahead: per layer, whether its blocks are chosen one layer early (layer 0: by its own
+        hidden state, before its attention like every other).
+    """
+    held = [cache for cache in layers if isinstance(cache, SparseCache)]
+    plans: dict[int, Plan] = {}
+    for index in range(len(held)):
+        q, normed, held[index] = phases.project(index, x, held[index])
+        if not chosen_ahead[index]:
+            plans[index] = _fetch(phases, index, held, phases.choose_own(q, held[index]))
+        following = [0, 1] if index == 0 else [index + 1]
+        for later in following:
+            if later < len(held) and chosen_ahead[later]:
+                chosen = phases.choose_ahead(later, normed, held[later])
+                plans[later] = _fetch(phases, later, held, chosen)
+        x = phases.attend(index, x, q, held[index], plans[index].rows)
+    return x, tuple(held), [plans[index] for index in range(len(held))]
+
+
+def _fetch(
+    phases: Phases, index: int, held: list[SparseCache], chosen: tuple[SparseCache, Plan]
+) -> Plan:
+    """Fetches what a layer misses; its cache in `held` is replaced."""
+    cache, plan = chosen
+    blocks = phases.fetch(index, cache.blocks, plan)
+    held[index] = dataclasses.replace(cache, blocks=blocks)
+    return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedPhases:
+    """The phases traced into the program that calls them; see `Phases`."""
+
+    model: Decoder
+    aheads: tuple[Ahead | None, ...]
+    fetcher: Fetcher | None
+    step: Step
+    sparse: SparseConfig
+    num_blocks: int
+
+    def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
+        """See `project_layer`."""
+        return project_layer(self.model.layers[index], x, cache, self.step, self.sparse.geometry)
+
+    def choose_own(self, q: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
+        """See `choose_own`."""
+        return choose_own(q, cache, self.step, self.sparse, self.num_blocks)
+
+    def choose_ahead(
+        self, index: int, normed: Array, cache: SparseCache
+    ) -> tuple[SparseCache, Plan]:
+        """See `choose_ahead`."""
+        layer, ahead = self.model.layers[index], self.aheads[index]
+        assert ahead is not None
+        return choose_ahead(layer, ahead, normed, cache, self.step, self.sparse, self.num_blocks)
+
+    def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
+        """Nothing to do where the KV is resident."""
+        if self.fetcher is None:
+            return blocks
+        return self.fetcher.fetch(index, blocks, plan.source, plan.target, plan.fetched)
+
+    def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
+        """See `attend_layer`."""
+        size = self.sparse.geometry.block_size
+        return attend_layer(self.model.layers[index], x, q, cache, rows, self.step, size)

@@ -1,0 +1,109 @@
+"""Drives prefill: layer after layer, chunk after chunk, each layer's KV to where it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from host_offload.host_pool import HostPool
+from sparda_jax.engine import prefill
+from sparda_jax.engine.plan import BatchPlan, pad_prompts
+from sparda_jax.engine.state import DenseCache, LayerCache, SparseCache
+
+if TYPE_CHECKING:
+    from sparda_jax.engine.generate import Engine
+
+Progress = Callable[[int, int], None]
+
+
+class PromptRun:
+    """Prefill of one batch, once.
+
+    Args:
+      engine: its programs, parameters and settings.
+      plan: sizes of the batch.
+      pool: takes the KV; None when it stays on the device.
+    """
+
+    def __init__(self, engine: Engine, plan: BatchPlan, pool: HostPool | None):
+        self._engine, self._plan, self._pool = engine, plan, pool
+        self._forecast: jax.Array | None = None  # queries for the blocks of the layer at work
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], progress: Progress | None
+    ) -> tuple[jax.Array, jax.Array, list[LayerCache]]:
+        """Runs the prompts through all layers.
+
+        Args:
+          prompts: token ids of each request.
+          progress: called with (done, total) units of work.
+
+        Returns:
+          Hidden states after the last layer, prompt lengths, and the caches for decode.
+        """
+        engine, plan = self._engine, self._plan
+        tokens, lengths = engine.put(pad_prompts(prompts, plan.padded_length))
+        x = engine.programs.on_model(prefill.embed)(engine.parameters.arrays, tokens)
+        chunk = min(engine.config.prefill_chunk, plan.padded_length)
+        starts = [engine.put(np.int32(at)) for at in range(0, plan.padded_length, chunk)]
+        total, layers = len(engine.layers) * len(starts), []
+        for index in range(len(engine.layers)):
+            advance, cache = self._layer(index, x, lengths, chunk)
+            for part, at in enumerate(starts):
+                x = advance(x, at)
+                if progress is not None:
+                    x.block_until_ready()
+                    progress(index * len(starts) + part + 1, total)
+            # No layer is dispatched ahead: the KV of several would be allocated at once.
+            x.block_until_ready()
+            layers.append(cache)
+        return x, lengths, layers
+
+    def _layer(
+        self, index: int, x: jax.Array, lengths: jax.Array, chunk: int
+    ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], LayerCache]:
+        """Computes a layer's KV; returns how to advance a chunk of x, and the cache for decode."""
+        engine, programs, plan = self._engine, self._engine.programs, self._plan
+        sparse, rope, arrays = engine.sparse, engine.rope, engine.layers[index].arrays
+        if engine.config.mode == "dense":
+            length = plan.num_blocks * sparse.geometry.block_size
+            make = programs.on_layer(prefill.layer_keys_values, length=length)
+            dense: DenseCache = make(arrays, rope, x)
+            run = programs.on_layer(prefill.dense_chunk, donate=(2,), size=chunk)
+            return lambda x, at: run(arrays, rope, x, at, dense), dense
+        make = programs.on_layer(prefill.layer_blocks, sparse=sparse, num_blocks=plan.num_blocks)
+        kv, compressed = make(arrays, rope, x)
+        cache = self._sparse_cache(index, kv, compressed, lengths)
+        if engine.config.mode == "sparse":
+            run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=chunk, sparse=sparse)
+            return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
+        if index == 0:
+            kernel = engine.forecast_kernel(0)
+            self._forecast = programs.on_layer(prefill.first_forecast)(arrays, rope, x, kernel)
+        # The last layer has no next one; what its projection makes is not looked at.
+        kernel = engine.forecast_kernel(min(index + 1, len(engine.layers) - 1))
+        look = programs.on_layer(prefill.forecast_chunk, donate=(2, 3), size=chunk, sparse=sparse)
+
+        def advance(x: jax.Array, at: jax.Array) -> jax.Array:
+            x, self._forecast = look(
+                arrays, rope, x, self._forecast, at, kernel, kv, compressed, lengths
+            )
+            return x
+
+        return advance, cache
+
+    def _sparse_cache(
+        self, index: int, kv: jax.Array, compressed: jax.Array, lengths: jax.Array
+    ) -> SparseCache:
+        """What stays of a layer's KV on the device; offloaded, the blocks go to the host."""
+        programs, plan = self._engine.programs, self._plan
+        tail, window = programs.plain(prefill.decode_tail, sparse=self._engine.sparse)(kv, lengths)
+        if self._pool is None:
+            return SparseCache(kv, None, tail, window, compressed)
+        self._pool.store_layer(index, kv)
+        shape = (*kv.shape[:2], plan.slots, *kv.shape[3:])
+        slots, slot_blocks = programs.plain(prefill.empty_slots, shape=shape, dtype=kv.dtype)()
+        return SparseCache(slots, slot_blocks, tail, window, compressed)
