@@ -6,7 +6,7 @@ last blocks in, and keep the best ``budget`` blocks (SparDA, sec. 3).
 
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import dispatch, layout
 from pallas_kernels.block_selection import reference
@@ -14,7 +14,7 @@ from pallas_kernels.block_selection.reference import Selection
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.geometry import BlockGeometry
 
-__all__ = ["Selection", "select_blocks_forecast", "select_blocks_multi_head"]
+__all__ = ["Selection", "choose_blocks", "select_blocks_forecast", "select_blocks_multi_head"]
 
 
 def select_blocks_multi_head(
@@ -155,6 +155,56 @@ def select_blocks_forecast(
         query_block,
         visible,
         geometry=geometry,
+        mask_future=mask_future,
+        **rules,
+    )
+
+
+def choose_blocks(
+    block_scores: Float32[Array, "B K T M"],
+    query_block: Int32[Array, "B T"],
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    budget: int,
+    width: int | None = None,
+    dense: Bool[Array, " B"] | None = None,
+    mask_future: bool = True,
+    implementation: Implementation = "auto",
+) -> Selection:
+    """Forcing and choice of ``select_blocks_multi_head`` alone, for block scores made elsewhere.
+
+    Args:
+        block_scores: no NaN.
+        query_block: see ``select_blocks_multi_head``, also for all that follow.
+        init_blocks: see there.
+        local_blocks: see there.
+        budget: see there.
+        width: see there.
+        dense: see there.
+        mask_future: see there.
+        implementation: "auto", "mosaic" or "xla".
+
+    Returns:
+        The selection, ids ascending.
+
+    Raises:
+        ValueError: as in ``select_blocks_multi_head``.
+        NotImplementedError: "mosaic" cannot be served.
+    """
+    sizes = layout.match(
+        ("block_scores", block_scores, "B K T M"),
+        ("query_block", query_block, "B T"),
+        ("dense", dense, "B"),
+    )
+    rules = _checked_rules(sizes["M"], init_blocks, local_blocks, budget, width, dense)
+    del rules["num_blocks"]
+    return dispatch.run(
+        "block_selection",
+        implementation,
+        reference.choose_blocks,
+        block_scores,
+        query_block,
         mask_future=mask_future,
         **rules,
     )

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.block_selection import mosaic_decode, mosaic_prefill
+from pallas_kernels.block_selection import mosaic_choice, mosaic_decode, mosaic_prefill
 from pallas_kernels.block_selection.reference import Selection
 
 
@@ -22,3 +23,33 @@ def select_blocks_multi_head(
     """See ``pallas_kernels.block_selection.select_blocks_multi_head``."""
     kernels = mosaic_decode if q.shape[1] == 1 else mosaic_prefill
     return kernels.select_blocks_multi_head(q, compressed, query_block, visible, **rules)
+
+
+def choose_blocks(
+    block_scores: Array,
+    query_block: Array,
+    *,
+    budget: int,
+    width: int,
+    dense: Array | None,
+    **rules: Any,
+) -> Selection:
+    """See ``pallas_kernels.block_selection.choose_blocks``."""
+    b, k, t, m = block_scores.shape
+    if m > mosaic_choice.MAX_BLOCKS:
+        raise NotImplementedError(f"{m} blocks; the kernel takes {mosaic_choice.MAX_BLOCKS}")
+    limit = jnp.full((b,), budget, jnp.int32)
+    if dense is not None:
+        limit = jnp.where(dense, min(m, width), limit)
+    # The padding is past the last block, which the kernel never looks at.
+    widths = ((0, 0), (0, 0), (0, 0), (0, mosaic_choice.padded_blocks(m) - m))
+    ids = mosaic_choice.choose(
+        jnp.pad(block_scores, widths).reshape(b * k, t, -1),
+        jnp.repeat(query_block, k, axis=0),
+        jnp.repeat(limit, k, axis=0),
+        num_blocks=m,
+        width=width,
+        **rules,
+    )
+    ids = ids[..., :width].reshape(b, k, t, width)
+    return Selection(ids=ids, count=(ids >= 0).astype(jnp.int32).sum(-1))

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret
-from pallas_kernels.block_selection import select_blocks_forecast, select_blocks_multi_head
+from pallas_kernels.block_selection import (
+    choose_blocks,
+    select_blocks_forecast,
+    select_blocks_multi_head,
+)
 from pallas_kernels.geometry import BlockGeometry
 
 pytestmark = pytest.mark.skipif(
@@ -120,6 +124,19 @@ def test_choice_of_ties_infinities_and_poison():
         best = sorted(range(last + 1), key=lambda j, row=row: (-row[j], j))[:limit]
         assert got[0, t, : len(best)].tolist() == sorted(best)
         assert (got[0, t, len(best) :] == -1).all()
+
+
+def test_choice_from_given_scores():
+    rng = np.random.default_rng(1)
+    scores = jnp.asarray(rng.integers(-2, 3, (2, 1, 2, 70)), jnp.float32)
+    own = jnp.array([[69, 30], [40, 3]], jnp.int32)
+    rules = {"init_blocks": 1, "local_blocks": 2, "budget": 9, "width": 80}
+    rules["dense"] = jnp.array([False, True])
+    expected = choose_blocks(scores, own, **rules, implementation="xla")
+    with interpret.simulated():
+        got = jax.block_until_ready(choose_blocks(scores, own, **rules, implementation="mosaic"))
+    np.testing.assert_array_equal(got.ids, expected.ids)
+    np.testing.assert_array_equal(got.count, expected.count)
 
 
 @pytest.mark.parametrize(
