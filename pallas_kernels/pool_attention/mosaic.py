@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import interpret
 from pallas_kernels.pool_attention import mosaic_block, mosaic_rows, mosaic_tiles
@@ -97,7 +97,7 @@ def _attend(
     if row_bias is not None:
         operands.append(row_bias)
     if slot_bias is not None:
-        operands.append(slot_bias.astype(jnp.float32))
+        operands.append(_named_bias(shape, slot_bias, slot_ids))
     run = _attend_few if few else _attend_many
     out, lse = run(shape, operands, scale, config, simulated)
     out = _ungroup(out[:, :, :rows], t).astype(q.dtype)
@@ -124,23 +124,16 @@ def _attend_few(
     config: RowsConfig | None,
     simulated: bool,
 ) -> tuple[Array, Array]:
-    """At most 64 rows: partial results of the splits, merged by XLA if there are several."""
+    """At most 64 rows."""
     splits = config.splits if config else splits_for(shape.batch * shape.heads, shape.steps)
-    out_dtype = shape.dtype if splits == 1 else jnp.float32
     stages = config.stages if config else _MAX_STAGES
     while mosaic_rows.shared_bytes(shape, stages) > SHARED_BYTES and stages > 1:
         stages -= 1
     kernel = mosaic_rows.build(
-        shape,
-        splits=splits,
-        stages=stages,
-        scale=scale,
-        out_dtype=out_dtype,
-        stage_weights=simulated,
+        shape, splits=splits, stages=stages, scale=scale, stage_weights=simulated
     )
-    out, lse = kernel(*operands)
-    lse = lse[..., : shape.rows]
-    return (out[0], lse[0]) if splits == 1 else _merge(out, lse)
+    out, lse, *_ = kernel(*operands)
+    return out, lse
 
 
 def _attend_many(
@@ -156,23 +149,6 @@ def _attend_many(
         stages -= 1
     kernel = mosaic_block.build(shape, stages=stages, scale=scale, stage_weights=simulated)
     return kernel(*operands)
-
-
-def _merge(out: Float32[Array, "S *R H"], lse: Float32[Array, "S *R"]) -> tuple[Array, Array]:
-    """Softmax results over disjoint sets of tokens, merged by their log-sum-exp.
-
-    Unrolled, without a reduction: XLA then makes one loop of it.
-    """
-    largest = functools.reduce(jnp.maximum, lse)
-    # Where nothing was seen at all the difference would be that of two infinities.
-    finite = jnp.where(largest > -jnp.inf, largest, 0.0)
-    weights = [jnp.exp(part - finite) for part in lse]
-    total = functools.reduce(jnp.add, weights)
-    merged = functools.reduce(
-        jnp.add, [part * weight[..., None] for part, weight in zip(out, weights, strict=True)]
-    )
-    merged = merged / jnp.where(total > 0, total, 1.0)[..., None]
-    return merged, jnp.where(total > 0, largest + jnp.log(total), -jnp.inf)
 
 
 def _group(q: Float[Array, "B T N H"], heads: int) -> Float[Array, "B K TG H"]:
@@ -194,6 +170,19 @@ def _pad(array: Array, axis: int, multiple: int, value: float = 0) -> Array:
         return array
     widths = [(0, missing if i == axis else 0) for i in range(array.ndim)]
     return jnp.pad(array, widths, constant_values=value)
+
+
+def _named_bias(
+    shape: mosaic_tiles.Shape, slot_bias: Float[Array, "B K Z P"], slot_ids: Int32[Array, "B K R"]
+) -> Array:
+    """Bias of the tokens of the named slots, -inf for what is not named, in whole tiles.
+
+    Gathered out here: a copy of P=16 values would not be aligned in shared memory.
+    """
+    named = jnp.take_along_axis(slot_bias, jnp.maximum(slot_ids, 0)[..., None], axis=2)
+    named = jnp.where(slot_ids[..., None] >= 0, named.astype(jnp.float32), -jnp.inf)
+    named = named.reshape(*named.shape[:2], -1)
+    return _pad(named, 2, shape.tile_tokens, -jnp.inf)
 
 
 def _tail_operands(

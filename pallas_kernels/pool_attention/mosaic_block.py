@@ -37,7 +37,7 @@ def build(
 
     Returns:
         Function (q [B,K,rows,H], slots, slot_ids, tail [B,K,2,E,H], tail_columns [B,KB,E], then
-        tail_rows [B,KB,rows,E] and slot_bias where the shape has them) to
+        tail_rows [B,1,rows,E] and slot_bias [B,K,steps*TOK] where the shape has them) to
         (out [B,K,rows,H], lse [B,K,rows]).
     """
 
@@ -72,7 +72,7 @@ def build(
                 @pl.when(named)
                 def _load():
                     reuse(stage, used)
-                    tiles.load_slots(shape, operands, ring, stage, ids)
+                    tiles.load_slots(shape, operands, ring, stage, j, ids)
 
                 return used | lax.shift_left(named.astype(jnp.int32), stage)
 

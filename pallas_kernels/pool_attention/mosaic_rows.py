@@ -2,11 +2,13 @@
 
 Two warpgroups per thread block, each with its own ring of tiles and its own running softmax;
 they take turns over the slots and merge in shared memory.  With several thread blocks per
-(request, KV head) the partial results leave in float32 with their log-sum-exp.
+(request, KV head) these form a cluster: they leave partial results in global memory (which is L2
+at this size), wait for each other, and every one of them merges some of the rows.
 A wgmma has 64 rows although T*G may be 1: the padding costs tensor-core time that a kernel
 bound by memory has to spare.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ from jax import lax
 from pallas_kernels.pool_attention import mosaic_tiles as tiles
 
 WARPGROUPS = 2
+# Rows that one thread block merges at a time.
+MERGED_ROWS = 8
 
 
 def build(
@@ -27,23 +31,21 @@ def build(
     splits: int,
     stages: int,
     scale: float,
-    out_dtype: jnp.dtype,
     stage_weights: bool,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The kernel for one set of shapes.
 
     Args:
         shape: sizes of the operands; ``rows`` a multiple of 8, at most 64.
-        splits: thread blocks per (request, KV head).
+        splits: thread blocks per (request, KV head), at most ``MAX_SPLITS``.
         stages: tiles in flight per warpgroup.
         scale: factor on the dot products.
-        out_dtype: dtype of the output: that of the queries, or float32 to be merged.
         stage_weights: pass softmax weights through shared memory (for the simulator).
 
     Returns:
         Function (q [B,K,rows,H], slots, slot_ids, tail [B,K,2,E,H], tail_columns [B,KB,E], then
-        tail_rows [B,KB,rows,E] and slot_bias where the shape has them) to
-        (out [splits,B,K,rows,H], lse [splits,B,K,64]).
+        tail_rows [B,1,64,E] and slot_bias [B,K,steps*TOK] where the shape has them) to
+        (out [B,K,rows,H], lse [B,K,64]; partial results if there are several splits).
     """
     units = splits * WARPGROUPS
 
@@ -51,9 +53,14 @@ def build(
         rest = list(refs)
         tail_rows = rest.pop(0) if shape.row_mask else None
         slot_bias = rest.pop(0) if shape.slot_bias else None
-        out, lse, q_tile, keys, values, columns, other, q_landed, *barriers = rest
-        landed, tail_landed, merged, *staging = barriers
-        batch, head, split = (lax.axis_index(name) for name in ("batch", "head", "split"))
+        out, lse, *rest = rest
+        partial, statistics = (rest.pop(0), rest.pop(0)) if splits > 1 else (None, None)
+        q_tile, keys, values, columns, other, q_landed, *barriers = rest
+        landed, tail_landed, merged, *barriers = barriers
+        arrived = barriers.pop(0) if splits > 1 else None
+        staging = barriers
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
         wg = lax.axis_index("wg")
         operands = tiles.select(
             batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias
@@ -80,7 +87,7 @@ def build(
 
             @pl.when(j < main)
             def _slots():
-                tiles.load_slots(shape, operands, ring, stage, ids)
+                tiles.load_slots(shape, operands, ring, stage, j * units + unit, ids)
 
             if shape.tail_tiles:
 
@@ -161,32 +168,122 @@ def build(
             theirs: Any = tuple(
                 plgpu.load(ref, layout=layout) for ref, layout in zip(other, layouts, strict=True)
             )
-            result, row_lse = tiles.finish(tiles.merge(carry, theirs))
-            # Both of what held the queries and the other half have been read.
-            result_tile = q_tile if out_dtype == shape.dtype else other[0]
-            result_tile[...] = result.astype(out_dtype)
-            other[1][...] = row_lse
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                result_tile.at[pl.ds(0, shape.rows)], out.at[split, batch, head]
-            )
-            plgpu.copy_smem_to_gmem(other[1], lse.at[split, batch, head])
-            plgpu.wait_smem_to_gmem(0)
+            both = tiles.merge(carry, theirs)
+            if splits == 1:
+                result, row_lse = tiles.finish(both)
+                # Both of what held the queries and the other half have been read.
+                q_tile[...] = result.astype(shape.dtype)
+                other[1][...] = row_lse
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(0, shape.rows)], out.at[batch, head])
+                plgpu.copy_smem_to_gmem(other[1], lse.at[batch, head])
+                plgpu.wait_smem_to_gmem(0)
+            else:
+                for ref, array in zip(other, both, strict=True):
+                    ref[...] = array
+                plgpu.commit_smem()
+                part = (batch, head, split)
+                plgpu.copy_smem_to_gmem(other[0].at[pl.ds(0, shape.rows)], partial.at[part])
+                for i in range(2):
+                    plgpu.copy_smem_to_gmem(other[1 + i], statistics.at[(*part, i)])
+                plgpu.wait_smem_to_gmem(0)
+                plgpu.barrier_arrive(arrived)
+                plgpu.barrier_wait(arrived)
 
+                @pl.loop(0, -(-shape.rows // (splits * MERGED_ROWS)))
+                def _combine(i):
+                    first_row = (i * splits + split) * MERGED_ROWS
+
+                    @pl.when(first_row < shape.rows)
+                    def _rows():
+                        _merge_rows(
+                            shape, splits, first_row, partial.at[batch, head],
+                            statistics.at[batch, head], out.at[batch, head], lse.at[batch, head],
+                            other[1],
+                        )  # fmt: skip
+
+    rows = (shape.batch, shape.heads, shape.rows)
+    out_type = [
+        jax.ShapeDtypeStruct((*rows, shape.head_dim), shape.dtype),
+        jax.ShapeDtypeStruct((*rows[:2], tiles.ROWS), jnp.float32),
+    ]
+    launch: dict[str, Any] = {"grid": (shape.heads, shape.batch), "grid_names": ("head", "batch")}
+    if splits > 1:
+        parts = (*rows[:2], splits)
+        out_type += [
+            jax.ShapeDtypeStruct((*parts, shape.rows, shape.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, 2, tiles.ROWS), jnp.float32),
+        ]
+        launch |= {"cluster": (splits,), "cluster_names": ("split",)}
     return plgpu.kernel(
         pool_attention_rows,
-        out_type=[
-            jax.ShapeDtypeStruct(
-                (splits, shape.batch, shape.heads, shape.rows, shape.head_dim), out_dtype
-            ),
-            jax.ShapeDtypeStruct((splits, shape.batch, shape.heads, tiles.ROWS), jnp.float32),
-        ],
-        grid=(splits, shape.heads, shape.batch),
-        grid_names=("split", "head", "batch"),
+        out_type=out_type,
+        **launch,
         num_threads=WARPGROUPS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=_scratch(shape, stages, stage_weights),
+        scratch_types=_scratch(shape, splits, stages, stage_weights),
+    )
+
+
+def _merge_rows(
+    shape: tiles.Shape,
+    splits: int,
+    first_row: jax.Array,
+    partial: Any,
+    statistics: Any,
+    out: Any,
+    lse: Any,
+    row_lse: Any,
+) -> None:
+    """Merges the partial results of a few rows over the splits and writes them.
+
+    Args:
+        shape: sizes.
+        splits: number of partial results.
+        first_row: of ``MERGED_ROWS``.
+        partial: [splits,rows,H] in global memory, not yet divided by the sums.
+        statistics: [splits,2,64]: maxima (of scores times log2 e) and sums.
+        out: [rows,H] in global memory.
+        lse: [64] in global memory.
+        row_lse: [64] in shared memory, free to use.
+    """
+    at = pl.ds(pl.multiple_of(first_row, MERGED_ROWS), MERGED_ROWS)
+    layout = _merge_layout(shape.head_dim)
+    by_row = layout.reduce(1)
+
+    def load(ref: Any, layout: Any) -> jax.Array:
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    maxima = [load(statistics.at[i, 0, at], by_row) for i in range(splits)]
+    sums = [load(statistics.at[i, 1, at], by_row) for i in range(splits)]
+    parts = [load(partial.at[i, at], layout) for i in range(splits)]
+    largest = functools.reduce(jnp.maximum, maxima)
+    decays = [jnp.exp2(maximum - largest) for maximum in maxima]
+    total = functools.reduce(jnp.add, [s * d for s, d in zip(sums, decays, strict=True)])
+    acc = functools.reduce(
+        jnp.add,
+        [
+            part * lax.broadcast_in_dim(decay, part.shape, [0])
+            for part, decay in zip(parts, decays, strict=True)
+        ],
+    )
+    result, merged_lse = tiles.finish((acc, largest, total))
+    out[at] = result.astype(shape.dtype)
+    mine = row_lse.at[pl.ds(0, MERGED_ROWS)]
+    mine[...] = merged_lse
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(mine, lse.at[at])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _merge_layout(head_dim: int) -> Any:
+    """Registers of an [8, H] tile: a row is 16 threads of one warp."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((MERGED_ROWS, head_dim), (2, head_dim), (head_dim // 16,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
     )
 
 
@@ -211,7 +308,7 @@ class _Offset:
         return self._ref.at[self._first + index]
 
 
-def _scratch(shape: tiles.Shape, stages: int, stage_weights: bool) -> list[Any]:
+def _scratch(shape: tiles.Shape, splits: int, stages: int, stage_weights: bool) -> list[Any]:
     tok, h, dtype = shape.tile_tokens, shape.head_dim, shape.dtype
     rows, single = tiles.ROWS, jnp.float32
     ring = (WARPGROUPS, stages, tok)
@@ -230,6 +327,8 @@ def _scratch(shape: tiles.Shape, stages: int, stage_weights: bool) -> list[Any]:
         plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS * stages),
         plgpu.Barrier(),
     ]
+    if splits > 1:
+        scratch.append(plgpu.ClusterBarrier(collective_axes=("split",)))
     if stage_weights:
         scratch.append(plgpu.SMEM((WARPGROUPS, rows, tok), dtype, transforms=tiles.swizzled(dtype)))
     return scratch

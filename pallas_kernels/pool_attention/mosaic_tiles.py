@@ -40,7 +40,7 @@ class Shape:
     Attributes:
         rows: query rows per KV head, T*G padded as the kernel wants them.
         tail: tail tokens, a multiple of ``tile_tokens``.
-        slot_bias: whether there is a bias per slot token.
+        slot_bias: whether there is a bias per token of the named slots.
         row_mask: whether every query row has its own tail mask ([64 or rows, E]).
     """
 
@@ -78,7 +78,7 @@ class Shape:
     @property
     def slot_copies(self) -> int:
         """Copies behind the barrier of a tile of slots."""
-        return (3 if self.slot_bias else 2) * self.slots_per_tile
+        return 2 * self.slots_per_tile + self.slot_bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +103,17 @@ def select(
     tail_rows: Any,
     slot_bias: Any,
 ) -> Operands:
-    """The operands of one (request, KV head); biases may be shared by the heads."""
-    bias_head = head if tail_columns.shape[1] > 1 else jnp.int32(0)
+    """The operands of one (request, KV head); masks and biases may be shared by the heads."""
+
+    def of_head(ref: Any) -> Any:
+        return ref.at[batch, head if ref.shape[1] > 1 else 0]
+
     return Operands(
         slots=slots.at[batch, head],
         slot_ids=slot_ids.at[batch, head],
         tail=tail.at[batch, head],
-        tail_columns=tail_columns.at[batch, bias_head],
-        tail_rows=None if tail_rows is None else tail_rows.at[batch, bias_head],
+        tail_columns=of_head(tail_columns),
+        tail_rows=None if tail_rows is None else of_head(tail_rows),
         slot_bias=None if slot_bias is None else slot_bias.at[batch, head],
     )
 
@@ -146,9 +149,12 @@ def named(ids: Ids) -> jax.Array:
     return functools.reduce(lax.max, ids) >= 0
 
 
-def load_slots(shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, ids: Ids) -> None:
+def load_slots(
+    shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, step: jax.Array, ids: Ids
+) -> None:
     """Starts the copies of the slots of one step; nothing if none is named."""
     largest = functools.reduce(lax.max, ids)
+    barrier = ring.landed.at[stage]
 
     @pl.when(largest >= 0)
     def _load() -> None:
@@ -156,13 +162,13 @@ def load_slots(shape: Shape, operands: Operands, ring: Ring, stage: jax.Array, i
             # A missing slot is masked, but must hold finite values: take another one's.
             slot = jnp.where(slot >= 0, slot, largest) if len(ids) > 1 else slot
             at = pl.ds(i * shape.block_size, shape.block_size)
-            barrier = ring.landed.at[stage]
             plgpu.copy_gmem_to_smem(operands.slots.at[slot, 0], ring.keys.at[stage, at], barrier)
             plgpu.copy_gmem_to_smem(operands.slots.at[slot, 1], ring.values.at[stage, at], barrier)
-            if shape.slot_bias:
-                plgpu.copy_gmem_to_smem(
-                    operands.slot_bias.at[slot], ring.columns.at[stage, at], barrier
-                )
+        if shape.slot_bias:
+            at = pl.ds(
+                pl.multiple_of(step * shape.tile_tokens, shape.tile_tokens), shape.tile_tokens
+            )
+            plgpu.copy_gmem_to_smem(operands.slot_bias.at[at], ring.columns.at[stage], barrier)
 
 
 def load_tail(
@@ -178,11 +184,13 @@ def load_tail(
 
 def slot_columns(shape: Shape, ring: Ring, stage: jax.Array, ids: Ids) -> jax.Array | None:
     """Additive bias per token of a tile of slots, -inf for slots not named; None if none."""
-    bias = plgpu.load(ring.columns.at[stage], layout=BY_COLUMN) if shape.slot_bias else None
+    if shape.slot_bias:
+        # Holds -inf for slots not named, too.
+        return plgpu.load(ring.columns.at[stage], layout=BY_COLUMN)
     if shape.slots_per_tile == 1:
-        return bias
+        return None
     token = plgpu.layout_cast(lax.iota(jnp.int32, shape.tile_tokens), BY_COLUMN)
-    columns = jnp.zeros_like(token, dtype=jnp.float32) if bias is None else bias
+    columns = jnp.zeros_like(token, dtype=jnp.float32)
     p = shape.block_size
     for i, slot in enumerate(ids):
         missing = (token >= i * p) & (token < (i + 1) * p) & (slot < 0)

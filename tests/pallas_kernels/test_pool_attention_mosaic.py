@@ -75,7 +75,7 @@ def _compare(operands, biases, config=None):
         ({"t": 1, "g": 1, "h": 128, "p": 128, "z": 4, "r": 3, "e": 0}, None),
         # Rows with masks of their own: few, and more than one wgmma holds.
         ({"t": 5, "g": 4, "h": 64, "p": 64, "z": 3, "r": 2, "e": 33}, None),
-        ({"t": 32, "g": 4, "h": 64, "p": 64, "z": 6, "r": 3, "e": 64, "bias": True}, None),
+        ({"t": 33, "g": 2, "h": 64, "p": 64, "z": 4, "r": 2, "e": 64, "k": 2, "bias": True}, None),
     ],
 )
 def test_equals_reference(sizes, config):
@@ -163,7 +163,7 @@ def test_unsupported_dtype_raises():
 
 
 def test_splits_fill_the_machine_once():
-    assert splits_for(16, 96) == 8
+    assert splits_for(16, 96) == 5
     assert splits_for(64, 96) == 2
     assert splits_for(128, 96) == 1
     assert splits_for(2, 8) == 2

@@ -34,7 +34,7 @@ def hiding(session: Session) -> Iterator[Row]:
     weights = [_weights(fill, i) for i in range(DISTINCT)]
     for batch in (8, 32, 64):
         pairs = batch * KV_HEADS
-        most = round(0.2 * FREE) * pairs
+        most = round(0.2 * FREE * pairs)
         rng = np.random.default_rng(batch)
         inputs = {
             "x": fill(jax.random.key(1), (batch, D)),
