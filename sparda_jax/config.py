@@ -12,7 +12,7 @@ from pallas_kernels.geometry import BlockGeometry
 
 RopeKind = Literal["default", "llama3", "longrope"]
 Family = Literal["llama", "qwen2", "qwen3", "minicpm"]
-Mode = Literal["dense", "sparse", "sparda"]
+Mode = Literal["dense", "sparse", "sparda", "infinigen"]
 Offload = Literal["none", "host"]
 Fetch = Literal["program", "eager"]
 
@@ -301,7 +301,8 @@ class EngineConfig:
 
     Attributes:
         mode: "dense" attends everything; "sparse" the blocks that each layer's own queries select;
-            "sparda" the blocks that the Forecast of the layer before selects.
+            "sparda" the blocks that the Forecast of the layer before selects; "infinigen" as
+            "sparse" in the prompt, then the blocks that the layer before guesses.
         offload: "host" keeps the KV pool in host memory, "none" on the device.
         fetch: "program" copies missed blocks inside the compiled step, "eager" between steps.
         prefill_chunk: prompt tokens per prefill call.

@@ -51,9 +51,9 @@ class CompiledPhases:
     def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
         """See `phases.project_layer`."""
         run = self.programs.on_layer(
-            phases.project_layer, donate=(2,), geometry=self.sparse.geometry
+            phases.project_layer, donate=(3,), geometry=self.sparse.geometry
         )
-        return run(self.layers[index].arrays, x, cache, self.step)
+        return run(self.layers[index].arrays, self.aheads[index], x, cache, self.step)
 
     def choose_own(self, q: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
         """See `phases.choose_own`."""

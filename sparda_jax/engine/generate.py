@@ -16,7 +16,7 @@ from host_offload.host_pool import HostPool
 from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
 from sparda_jax.engine import decode, prefill
 from sparda_jax.engine.eager import eager_step
-from sparda_jax.engine.lookahead import Ahead, ForecastAhead, forecast_ahead
+from sparda_jax.engine.lookahead import Ahead, ForecastAhead, forecast_ahead, infinigen_ahead
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.plan import BatchPlan, check_memory, plan_batch
 from sparda_jax.engine.programs import Programs
@@ -34,6 +34,7 @@ from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import RopeTable, rope_table
 from sparda_jax.sparse.forecast import check_lookahead
+from sparda_jax.sparse.infinigen import InfiniGen
 
 OnToken = Callable[[int, int], None]
 
@@ -55,7 +56,8 @@ class Engine:
     Raises:
       NotImplementedError: dense attention over offloaded KV.
       ValueError: more steps a call than a block has tokens, when offloaded; mode "sparda" without
-        Forecast weights, or they without it; rules under which it would miss blocks.
+        Forecast weights or "infinigen" without its skews, or these in another mode; rules under
+        which "sparda" would miss blocks.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Engine:
         sparse: SparseConfig | None = None,
         config: EngineConfig | None = None,
         forecast: Forecast | None = None,
+        infinigen: InfiniGen | None = None,
         device: jax.Device | None = None,
     ):
         self.model = model
@@ -82,15 +85,15 @@ class Engine:
                 f"steps_per_call {self.config.steps_per_call} exceeds the block size {size}: "
                 "a filled block is written to the host between calls"
             )
-        if (self.config.mode == "sparda") != (forecast is not None):
-            raise ValueError(
-                f"mode {self.config.mode!r} {'needs' if forecast is None else 'takes no'} "
-                "Forecast weights"
-            )
+        self._check_weights("sparda", "Forecast weights", forecast)
+        self._check_weights("infinigen", "a calibrated InfiniGen", infinigen)
         self.aheads: tuple[Ahead | None, ...] = (None,) * len(model.layers)
         if forecast is not None:
             check_lookahead(self.sparse)
             self.aheads = forecast_ahead(forecast)
+        elif infinigen is not None:
+            self.aheads = infinigen_ahead(infinigen)
+        self._partial_channels = 0 if infinigen is None else infinigen.channels
         self.parameters = Parameters.of(model)
         self.layers = tuple(Parameters.of(layer) for layer in model.layers)
         self.programs = Programs(self.parameters, self.layers)
@@ -99,6 +102,11 @@ class Engine:
         self.rope: RopeTable = self.put(
             jax.jit(rope_table, static_argnums=(0, 1))(model.config.rope, length)
         )
+
+    def _check_weights(self, mode: str, what: str, given: object | None) -> None:
+        if (self.config.mode == mode) != (given is not None):
+            verb = "needs" if given is None else "takes no"
+            raise ValueError(f"mode {self.config.mode!r} {verb} {what}")
 
     def forecast_kernel(self, index: int) -> jax.Array:
         """The projection that chooses the blocks of layer `index`, in mode "sparda"."""
@@ -122,7 +130,13 @@ class Engine:
         if len(requests) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(requests)} sampling settings")
         plan = plan_batch(
-            self.model.config, self.sparse, self.config, prompts, requests, self.model.dtype
+            self.model.config,
+            self.sparse,
+            self.config,
+            prompts,
+            requests,
+            self.model.dtype,
+            partial_channels=self._partial_channels,
         )
         check_memory(plan, self.config, self.device)
         return Generation(self, plan, prompts, requests)

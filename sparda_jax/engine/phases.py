@@ -87,12 +87,21 @@ def _plan(
 
 def project_layer(
     layer: DecoderLayer,
+    ahead: Ahead | None,
     x: Float[Array, "B 1 D"],
     cache: SparseCache,
     step: Step,
     geometry: BlockGeometry,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 D"], SparseCache]:
     """Projections, and the cache with the new token.
+
+    Args:
+      layer: parameters.
+      ahead: who chooses this layer's blocks one layer early, in later steps.
+      x: hidden states.
+      cache: the layer's cache.
+      step: position and RoPE rows.
+      geometry: of blocks and compressed keys.
 
     Returns:
       Queries, what they were projected from, and the cache.
@@ -101,6 +110,8 @@ def project_layer(
     k, v = k[:, 0], v[:, 0]
     cache = caches.append_compressed(cache, k, step.position, geometry)
     cache = caches.append_tail(cache, k, v, step.position, geometry.block_size)
+    if ahead is not None:
+        cache = ahead.append(cache, k, step.position)
     return q, layer.attention_norm(x), cache
 
 
@@ -236,7 +247,8 @@ class TracedPhases:
 
     def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
         """See `project_layer`."""
-        return project_layer(self.model.layers[index], x, cache, self.step, self.sparse.geometry)
+        layer, ahead = self.model.layers[index], self.aheads[index]
+        return project_layer(layer, ahead, x, cache, self.step, self.sparse.geometry)
 
     def choose_own(self, q: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
         """See `choose_own`."""

@@ -51,8 +51,19 @@ def plan_batch(
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
     dtype: jnp.dtype,
+    *,
+    partial_channels: int = 0,
 ) -> BatchPlan:
     """Checks a batch against the model's limits and works out its sizes.
+
+    Args:
+      model: shape of the model.
+      sparse: selection rules.
+      config: how batches are run.
+      prompts: token ids of each request.
+      sampling: settings of each request.
+      dtype: of weights and KV.
+      partial_channels: InfiniGen's E, in every layer but the first; 0 in other modes.
 
     Raises:
       ValueError: no prompt, an empty prompt, a token outside the vocabulary, or a length beyond
@@ -103,6 +114,8 @@ def plan_batch(
         else:
             device += num_blocks * block
         device *= model.num_layers * len(prompts)
+        partial = num_blocks * geometry.block_size * model.num_kv_heads * partial_channels * size
+        device += (model.num_layers - 1) * len(prompts) * partial
     layer = full // model.num_layers
     hidden = len(prompts) * padded * model.hidden_size * size
     if config.mode == "sparda":

@@ -24,6 +24,7 @@ from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_att
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import RopeTable, rope_rows
 from sparda_jax.sparse.forecast import select_prefill_forecast
+from sparda_jax.sparse.infinigen import Skew, partial_keys
 from sparda_jax.sparse.infllm_v2 import select_prefill, to_blocks
 
 
@@ -186,6 +187,11 @@ def decode_tail(
     position = jnp.maximum(newest - (newest - jnp.arange(kernel)) % kernel, 0)
     keys = kv[:, :, :, 0].reshape(batch, heads, num_blocks * size, width)
     return tail, jnp.take_along_axis(keys, position[:, None, :, None], axis=2)
+
+
+def partial_cache(kv: Float[Array, "B K M 2 P H"], skew: Skew) -> Float[Array, "B K S E"]:
+    """InfiniGen's partial keys of all M*P positions."""
+    return partial_keys(kv[:, :, :, 0].reshape(*kv.shape[:2], -1, kv.shape[-1]), skew)
 
 
 def empty_slots(

@@ -10,6 +10,7 @@ import numpy as np
 
 from host_offload.host_pool import HostPool
 from sparda_jax.engine import prefill
+from sparda_jax.engine.lookahead import InfiniGenAhead
 from sparda_jax.engine.plan import BatchPlan, pad_prompts
 from sparda_jax.engine.state import DenseCache, LayerCache, SparseCache
 
@@ -77,7 +78,7 @@ class PromptRun:
         make = programs.on_layer(prefill.layer_blocks, sparse=sparse, num_blocks=plan.num_blocks)
         kv, compressed = make(arrays, rope, x)
         cache = self._sparse_cache(index, kv, compressed, lengths)
-        if engine.config.mode == "sparse":
+        if engine.config.mode != "sparda":
             run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=chunk, sparse=sparse)
             return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
         if index == 0:
@@ -99,11 +100,14 @@ class PromptRun:
         self, index: int, kv: jax.Array, compressed: jax.Array, lengths: jax.Array
     ) -> SparseCache:
         """What stays of a layer's KV on the device; offloaded, the blocks go to the host."""
-        programs, plan = self._engine.programs, self._plan
+        programs, plan, ahead = self._engine.programs, self._plan, self._engine.aheads[index]
+        partial = None
+        if isinstance(ahead, InfiniGenAhead):
+            partial = programs.plain(prefill.partial_cache)(kv, ahead.skew)
         tail, window = programs.plain(prefill.decode_tail, sparse=self._engine.sparse)(kv, lengths)
         if self._pool is None:
-            return SparseCache(kv, None, tail, window, compressed)
+            return SparseCache(kv, None, tail, window, compressed, partial)
         self._pool.store_layer(index, kv)
         shape = (*kv.shape[:2], plan.slots, *kv.shape[3:])
         slots, slot_blocks = programs.plain(prefill.empty_slots, shape=shape, dtype=kv.dtype)()
-        return SparseCache(slots, slot_blocks, tail, window, compressed)
+        return SparseCache(slots, slot_blocks, tail, window, compressed, partial)

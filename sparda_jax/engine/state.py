@@ -44,6 +44,7 @@ class SparseCache:
         block stays until the next one is full, which is when the host copy is known to exist.
       window: the last `kernel_size` keys, position p at row p % kernel_size.
       compressed: compressed keys; a query sees the first `complete_windows(position)`.
+      partial: InfiniGen's keys on few channels, position s at row s; None in other modes.
     """
 
     blocks: Float[Array, "B K Z 2 P H"]
@@ -51,6 +52,7 @@ class SparseCache:
     tail: Float[Array, "B K 2 2 P H"]
     window: Float[Array, "B K E H"]
     compressed: Float[Array, "B K C H"]
+    partial: Float[Array, "B K S E"] | None = None
 
 
 LayerCache = DenseCache | SparseCache

@@ -9,6 +9,7 @@ from sparda_jax.config import EngineConfig, ModelConfig, RopeConfig, SparseConfi
 from sparda_jax.engine.generate import Engine
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
+from sparda_jax.sparse.infinigen import InfiniGen, calibrate
 
 VOCABULARY = 97
 MAX_LENGTH = 256
@@ -45,8 +46,15 @@ def forecast(model) -> Forecast:
     return Forecast.random(model.config, seed=4)
 
 
+@pytest.fixture(scope="session")
+def infinigen(model) -> InfiniGen:
+    text = np.random.default_rng(5).integers(0, VOCABULARY, (2, 128)).astype(np.int32)
+    with jax.transfer_guard("allow"):
+        return calibrate(model, text)
+
+
 @pytest.fixture(scope="module")
-def make_engine(model, sparse, forecast):
+def make_engine(model, sparse, forecast, infinigen):
     """Engines by their settings; equal settings share one and its compiled programs."""
     engines = {}
 
@@ -59,6 +67,7 @@ def make_engine(model, sparse, forecast):
                 sparse=sparse,
                 config=EngineConfig(**settings),
                 forecast=forecast if settings.get("mode") == "sparda" else None,
+                infinigen=infinigen if settings.get("mode") == "infinigen" else None,
             )
         return engines[key]
 

@@ -3,14 +3,20 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine import decode, prefill
 from sparda_jax.engine.lookahead import forecast_ahead
 from sparda_jax.engine.state import SparseCache
 from sparda_jax.forecast.forward import sparda_logits
+from sparda_jax.models.rope import rope_at
+from sparda_jax.sparse.infinigen import partial_keys, select_infinigen, speculate
+from sparda_jax.sparse.infllm_v2 import select_prefill, to_blocks
 
 NEW_TOKENS = 40
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
@@ -22,9 +28,31 @@ def tokens_of(engine, prompts, sampling=GREEDY):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("mode", ["dense", "sparse", "sparda"])
+def infinigen_logits(model, infinigen, tokens, lengths, starts, sparse):
+    """A whole-sequence forward: the prompt as in sparse mode, then tokens as decode steps."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cos, sin = rope_at(model.config.rope, positions, model.config.max_position_embeddings)
+    x, before = model.embed(tokens), None
+    for index, layer in enumerate(model.layers):
+        q, k, v = layer.qkv(x, cos, sin)
+        kv = to_blocks(k, v, sparse.geometry.block_size)
+        keys = kv[:, :, :, 0].reshape(*kv.shape[:2], -1, k.shape[-1])
+        compressed = compress_keys(keys, sparse.geometry)
+        ids = select_prefill(q, compressed, positions, lengths, sparse, kv.shape[2]).ids
+        if before is not None:
+            skew = infinigen.layers[index]
+            guess = speculate(layer, skew, before, cos, sin)
+            few = partial_keys(keys, skew)
+            ahead = select_infinigen(guess, few, positions, positions, sparse, kv.shape[2]).ids
+            ids = jnp.where((positions < starts[:, None])[:, None, :, None], ids, ahead)
+        before = layer.attention_norm(x)
+        x = layer.finish(x, block_sparse_attention(q, kv, ids, positions))
+    return model.logits(x)
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse", "sparda", "infinigen"])
 def test_decode_follows_the_whole_sequence_forward(
-    make_engine, model, sparse, forecast, prompts, mode
+    make_engine, model, sparse, forecast, infinigen, prompts, mode
 ):
     """Teacher forcing: every token is the argmax of one forward over all that came before it."""
     generated, _ = tokens_of(make_engine(mode=mode), prompts)
@@ -36,9 +64,11 @@ def test_decode_follows_the_whole_sequence_forward(
     rules = sparse if mode == "sparse" else None
 
     def forward(model, forecast, tokens, lengths):
+        starts = np.array([len(prompt) for prompt in prompts], np.int32)
+        if mode == "infinigen":
+            return infinigen_logits(model, infinigen, tokens, lengths, starts, sparse)
         if mode != "sparda":
             return model(tokens, lengths=lengths, sparse=rules)
-        starts = np.array([len(prompt) for prompt in prompts], np.int32)
         return sparda_logits(
             model, forecast, tokens, lengths=lengths, prompt_lengths=starts, sparse=sparse
         )
@@ -55,11 +85,13 @@ def test_modes_differ_when_the_budget_binds(make_engine, prompts):
     sparse, _ = tokens_of(make_engine(), prompts)
     dense, _ = tokens_of(make_engine(mode="dense"), prompts)
     sparda, _ = tokens_of(make_engine(mode="sparda"), prompts)
+    infinigen, _ = tokens_of(make_engine(mode="infinigen"), prompts)
     assert sparse != dense
     assert sparda not in (sparse, dense)
+    assert infinigen not in (sparse, dense, sparda)
 
 
-@pytest.mark.parametrize("mode", ["sparse", "sparda"])
+@pytest.mark.parametrize("mode", ["sparse", "sparda", "infinigen"])
 def test_all_blocks_selected_equals_dense(make_engine, sparse, prompts, mode):
     everything = sparse.with_all_blocks(256)
     dense, _ = tokens_of(make_engine(mode="dense"), prompts)
@@ -83,9 +115,7 @@ def test_dense_len_switches_in_mid_generation(make_engine, sparse, prompts, mode
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("fetch", ["program", "eager"])
-@pytest.mark.parametrize(
-    "mode,local_blocks", [("sparse", 0), ("sparse", 2), ("sparda", 1), ("sparda", 2)]
-)
+@pytest.mark.parametrize("mode,local_blocks", [("sparse", 0), ("sparda", 1), ("infinigen", 0)])
 def test_offloaded_equals_resident(make_engine, sparse, prompts, fetch, mode, local_blocks):
     rules = dataclasses.replace(sparse, local_blocks=local_blocks)
     resident, _ = tokens_of(make_engine(sparse=rules, mode=mode), prompts)

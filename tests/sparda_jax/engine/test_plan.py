@@ -50,7 +50,12 @@ def test_free_host_memory_is_a_limit(make_engine, monkeypatch):
 
 
 def test_planned_bytes_are_the_bytes_used(make_engine, model, prompts):
-    for settings in ({"mode": "dense"}, {"mode": "sparse"}, {"offload": "host"}):
+    for settings in (
+        {"mode": "dense"},
+        {"mode": "sparse"},
+        {"offload": "host"},
+        {"mode": "infinigen", "offload": "host"},
+    ):
         generation = make_engine(**settings).prepare(prompts, ONE)
         generation.prefill()
         maps = 0
