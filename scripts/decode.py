@@ -9,46 +9,29 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from sparda_jax.cli import (
+    EXIT_INTERRUPTED,
+    HelpFormatter,
+    Parser,
+    add_policy_options,
+    gibibytes,
+    guarded,
+    note,
+    policy,
+    read_text,
+)
 
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors in one line: the usage of so many options would hide them."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default of an option where it has one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
-
-
-def gibibytes(text: str) -> int:
-    """A memory size in GiB as bytes."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 2**30:
-        raise argparse.ArgumentTypeError(f"must be a positive number of GiB, got {text!r}")
-    return max(1, int(value * 2**30))
+CALIBRATION_TOKENS = 2048  # InfiniGen's, as published
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,20 +46,32 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="wrap each prompt in the model's chat template (default: only the demo's)",
     )
-    add = parser.add_argument_group("attention and KV cache").add_argument
-    add("--mode", choices=("dense", "sparse"), default="sparse", help="attention")
+    group = parser.add_argument_group("attention and KV cache")
+    add = group.add_argument
+    add(
+        "--mode",
+        choices=("dense", "sparse", "sparda", "infinigen"),
+        help="who selects the blocks to attend: nobody, each layer, or the layer before, by "
+        "Forecast or InfiniGen (default: sparda where there are Forecast weights, else sparse)",
+    )
+    add(
+        "--forecast",
+        help="Forecast weights: 'default' or a safetensors file (default: for the default model "
+        "those that ship with it)",
+    )
+    add(
+        "--verify-forecast",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="refuse Forecast weights that do not name this model",
+    )
     add(
         "--offload",
         choices=("none", "host"),
-        help="where the KV lives (default: host for sparse, none for dense)",
+        help="where the KV lives (default: none for dense, else host)",
     )
     add("--fetch", choices=("program", "eager"), default="program", help="who copies missed blocks")
-    add("--block-size", type=int, default=64, help="tokens per KV block")
-    add("--kernel-size", type=int, default=32, help="tokens per compressed key")
-    add("--kernel-stride", type=int, default=16, help="tokens between compressed keys")
-    add("--budget-blocks", type=int, default=24, help="blocks attended, forced ones included")
-    add("--init-blocks", type=int, default=1, help="first blocks, always attended")
-    add("--local-blocks", type=int, default=8, help="blocks before the current one, likewise")
+    add_policy_options(group, "what the Forecast was trained for, else ")
     add("--dense-len", type=int, default=0, help="attend densely below this many tokens")
     add(
         "--device-kv-gb",
@@ -116,12 +111,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.batch is not None and (args.prompt is not None or args.prompt_file is not None):
         parser.error("--batch holds the prompts: give neither --prompt nor --prompt-file with it")
-    args.offload = args.offload or ("host" if args.mode == "sparse" else "none")
+    default = None
+    if args.mode is None:
+        args.mode = "sparda" if args.forecast or default else "sparse"
+    if args.mode == "sparda":
+        args.forecast = args.forecast or default
+        if args.forecast is None:
+            parser.error("--mode sparda: name the Forecast weights of this model with --forecast")
+    elif args.forecast is not None:
+        parser.error(f"--forecast is for --mode sparda, not {args.mode}")
+    args.offload = args.offload or ("none" if args.mode == "dense" else "host")
     return args
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def show_prefill(done: int, total: int) -> None:
@@ -140,14 +140,6 @@ def progress(interrupt: Any, quiet: bool) -> Callable[[int, int], None]:
             show_prefill(done, total)
 
     return advance
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        byte, at = error.object[error.start], error.start
-        raise ValueError(f"{path} is not UTF-8: byte 0x{byte:02x} at offset {at}") from None
 
 
 def read_prompts(args: argparse.Namespace) -> list[str] | None:
@@ -186,16 +178,11 @@ def encode_prompts(
 
 def settings(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Selection rules, engine settings and sampling settings from the command line."""
-    from pallas_kernels.geometry import BlockGeometry
     from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
+    from sparda_jax.forecast.files import forecast_policy
 
-    sparse = SparseConfig(
-        geometry=BlockGeometry(args.block_size, args.kernel_size, args.kernel_stride),
-        init_blocks=args.init_blocks,
-        local_blocks=args.local_blocks,
-        budget_blocks=args.budget_blocks,
-        dense_len=args.dense_len,
-    )
+    trained_for = None if args.forecast is None else forecast_policy(args.forecast)
+    sparse = replace(policy(args, trained_for or SparseConfig()), dense_len=args.dense_len)
     config = EngineConfig(
         mode=args.mode,
         offload=args.offload,
@@ -228,6 +215,25 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     if tokenizer is None:
         raise ValueError(f"no tokenizer.json in {args.model}")
     return model, tokenizer
+
+
+def load_selector(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What the mode needs besides the model, by the engine's name for it."""
+    if args.mode == "sparda":
+        from sparda_jax.forecast.files import load_forecast
+
+        forecast, _ = load_forecast(args.forecast, model, verify_base=args.verify_forecast)
+        return {"forecast": forecast}
+    if args.mode == "infinigen":
+        import jax.numpy as jnp
+
+        from sparda_jax.assets import load_python_topics
+        from sparda_jax.sparse.infinigen import calibrate
+
+        length = min(CALIBRATION_TOKENS, model.config.max_position_embeddings)
+        text = tokenizer.encode(load_python_topics()[: 16 * length])[:length]
+        return {"infinigen": calibrate(model, jnp.asarray([text], jnp.int32))}
+    return {}
 
 
 def stream(generation: Any, tokenizer: Any, stops: tuple[int, ...], quiet: bool) -> bool:
@@ -284,28 +290,6 @@ def texts_of(results: Any, tokenizer: Any, stops: tuple[int, ...]) -> list[str]:
     ]
 
 
-def summary(report: Any) -> list[str]:
-    """The counters as lines of text."""
-    from host_offload.memory import format_bytes
-
-    rate = "none selected" if report.hit_rate is None else f"{100 * report.hit_rate:.1f} %"
-    share = report.device_kv_bytes / report.full_kv_bytes
-    return [
-        f"prefill          {report.prefill_tokens_per_second:9.1f} tok/s   "
-        f"({report.prefill_tokens} tokens, {report.prefill_seconds:.1f} s, "
-        f"and {report.prefill_compile_seconds:.1f} s to compile)",
-        f"decode           {report.decode_tokens_per_second:9.1f} tok/s   "
-        f"({report.decode_tokens} tokens, {report.decode_seconds:.1f} s, "
-        f"and {report.decode_compile_seconds:.1f} s to compile)",
-        f"context          {report.context_tokens:9d} tokens",
-        f"KV on the device {format_bytes(report.device_kv_bytes):>14}   "
-        f"({100 * share:.1f} % of the full cache, {format_bytes(report.full_kv_bytes)})",
-        f"KV on the host   {format_bytes(report.host_kv_bytes):>14}",
-        f"hit rate         {rate:>14}   (free blocks already on the device)",
-        f"moved per token  {format_bytes(report.bytes_per_token):>14}",
-    ]
-
-
 def introduce(
     prompts: list[list[int]], args: argparse.Namespace, model: Any, tokenizer: Any
 ) -> None:
@@ -350,7 +334,8 @@ def run(args: argparse.Namespace) -> int:
     requests = [
         replace(sampling, stop_token_ids=stops, seed=args.seed + row) for row in range(len(prompts))
     ]
-    generation = Engine(model, sparse=sparse, config=config).prepare(prompts, requests)
+    selector = load_selector(args, model, tokenizer)
+    generation = Engine(model, sparse=sparse, config=config, **selector).prepare(prompts, requests)
     dense = None
     if args.compare_dense:
         # Prepared now, so that what does not fit is said before work begins.
@@ -368,7 +353,7 @@ def run(args: argparse.Namespace) -> int:
         if len(texts) > 1:
             for row, (text, result) in enumerate(zip(texts, results, strict=True)):
                 print(f"[{row}] ({result.finish_reason}) {text}")
-        print("\n" + "\n".join(summary(report)), flush=True)
+        print("\n" + "\n".join(report.summary()), flush=True)
     equal: float | None = None
     dense_texts: list[str] = []
     if finished and not failed and dense is not None:
@@ -400,32 +385,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if finished else EXIT_INTERRUPTED
 
 
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character should not end a generation.
         sys.stdout.reconfigure(errors="replace")
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        note("interrupted")
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
-    except (ValueError, ArithmeticError, OSError, RuntimeError, ImportError, MemoryError) as error:
-        if args.traceback:
-            raise
-        note(f"decode.py: {describe(error)}")
-        return 1
+    return guarded("decode.py", run, args)
 
 
 if __name__ == "__main__":

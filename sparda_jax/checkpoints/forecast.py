@@ -116,8 +116,6 @@ def read_forecast(
         NotImplementedError: a later version of the format.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no Forecast weights at {path}")
     header = _read_header(path)
     if fingerprint is not None:
         if header is None:
@@ -136,7 +134,22 @@ def read_forecast(
     return tensors, None if header is None else _parse_sparse(path, header)
 
 
+def read_policy(path: str | Path) -> SparseConfig | None:
+    """What the projections of a file were trained for; None where it does not say.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: damaged metadata.
+        NotImplementedError: a later version of the format.
+    """
+    path = Path(path)
+    header = _read_header(path)
+    return None if header is None else _parse_sparse(path, header)
+
+
 def _read_header(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        raise FileNotFoundError(f"no Forecast weights at {path}")
     text = read_metadata(path).get(KEY)
     if text is None:
         return None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from host_offload.memory import format_bytes
 from sparda_jax.engine.state import StepOutput
 
 FinishReason = Literal["stop", "length", "failed", "cancelled", "interrupted"]
@@ -102,6 +103,25 @@ class Report:
         """Bytes that crossed between host and device for each decoded token, both directions."""
         runs = self.fetched_runs + self.cold_runs + self.written_back_runs
         return runs * self.run_bytes / self.decode_tokens if self.decode_tokens else 0.0
+
+    def summary(self) -> list[str]:
+        """The counters as lines of text."""
+        rate = "none selected" if self.hit_rate is None else f"{100 * self.hit_rate:.1f} %"
+        share = self.device_kv_bytes / self.full_kv_bytes
+        return [
+            f"prefill          {self.prefill_tokens_per_second:9.1f} tok/s   "
+            f"({self.prefill_tokens} tokens, {self.prefill_seconds:.1f} s, "
+            f"and {self.prefill_compile_seconds:.1f} s to compile)",
+            f"decode           {self.decode_tokens_per_second:9.1f} tok/s   "
+            f"({self.decode_tokens} tokens, {self.decode_seconds:.1f} s, "
+            f"and {self.decode_compile_seconds:.1f} s to compile)",
+            f"context          {self.context_tokens:9d} tokens",
+            f"KV on the device {format_bytes(self.device_kv_bytes):>14}   "
+            f"({100 * share:.1f} % of the full cache, {format_bytes(self.full_kv_bytes)})",
+            f"KV on the host   {format_bytes(self.host_kv_bytes):>14}",
+            f"hit rate         {rate:>14}   (free blocks already on the device)",
+            f"moved per token  {format_bytes(self.bytes_per_token):>14}",
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and derived figures, ready for JSON."""

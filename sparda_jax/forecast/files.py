@@ -15,11 +15,25 @@ from sparda_jax.checkpoints.forecast import (
     future_name,
     model_fingerprint,
     read_forecast,
+    read_policy,
     write_forecast,
 )
 from sparda_jax.config import SparseConfig
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
+
+
+def forecast_policy(path: str | Path) -> SparseConfig | None:
+    """What a file's projections were trained for, read without its weights.
+
+    Args:
+        path: as in `load_forecast`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: damaged metadata.
+    """
+    return read_policy(default_forecast() if path == "default" else path)
 
 
 def save_forecast(

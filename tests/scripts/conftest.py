@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -146,12 +147,12 @@ def shared_engines():
     engines: dict[Any, generate.Engine] = {}
     original = generate.Engine
 
-    def engine(model, *, sparse, config):
-        leaves = nnx.to_flat_state(nnx.state(model))
-        weights = hash(b"".join(np.asarray(leaf[...]).tobytes() for _, leaf in leaves))
+    def engine(model, *, sparse, config, **selector):
+        leaves = jax.tree.leaves((nnx.state(model), selector))
+        weights = hash(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
         key = (weights, sparse, config)
         if key not in engines:
-            engines[key] = original(model, sparse=sparse, config=config)
+            engines[key] = original(model, sparse=sparse, config=config, **selector)
         return engines[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,10 +7,15 @@ import signal
 
 import pytest
 
+from pallas_kernels.geometry import BlockGeometry
 from scripts import decode
 from sparda_jax import demo
-from sparda_jax.engine import generate
+from sparda_jax.checkpoints.load import load_pretrained
+from sparda_jax.config import SparseConfig
+from sparda_jax.engine import generate, prompts
 from sparda_jax.evaluation.agreement import equal_share
+from sparda_jax.forecast.files import save_forecast
+from sparda_jax.forecast.projection import Forecast
 
 from .conftest import CONFIG, SMALL, call
 
@@ -102,6 +107,36 @@ def test_dense_mode_keeps_everything_on_the_device(run):
     assert report["host_kv_bytes"] == report["bytes_per_token"] == 0
     assert report["hit_rate"] is None
     assert outcome.tokens != run("--prompt", PROMPT, "--json").tokens
+
+
+@pytest.fixture(scope="session")
+def forecast(tmp_path_factory, checkpoint):
+    """Forecast weights of the tiny checkpoint, for the blocks of `SMALL`."""
+    model, _ = load_pretrained(checkpoint, dtype="float32")
+    path = tmp_path_factory.mktemp("forecast") / "forecast.safetensors"
+    rules = SparseConfig(BlockGeometry(8, 4, 2), local_blocks=2, budget_blocks=6)
+    save_forecast(path, Forecast.random(model.config, seed=2), model, rules)
+    return path
+
+
+def test_forecast_weights_make_the_mode_sparda_and_bring_their_rules(run, checkpoint, forecast):
+    named = run("--prompt", PROMPT, "--json", f"--forecast={forecast}")
+    assert named.json["mode"] == "sparda"
+    rules = [option for option in SMALL if not re.match("--(block|kernel|local|budget)", option)]
+    arguments = ["--model", str(checkpoint), *rules, "--prompt", PROMPT, "--json"]
+    own = call(*arguments, f"--forecast={forecast}")
+    assert own.tokens == named.tokens
+    assert own.tokens != run("--prompt", PROMPT, "--json").tokens
+    resident = run("--prompt", PROMPT, "--json", f"--forecast={forecast}", "--offload=none")
+    assert resident.tokens == own.tokens
+    assert run("--prompt", PROMPT, "--json").json["mode"] == "sparse"
+
+
+def test_infinigen_calibrates_itself(run):
+    outcome = run("--prompt", PROMPT, "--json", "--mode=infinigen")
+    assert (outcome.json["mode"], outcome.json["offload"]) == ("infinigen", "host")
+    resident = run("--prompt", PROMPT, "--json", "--mode=infinigen", "--offload=none")
+    assert resident.tokens == outcome.tokens != run("--prompt", PROMPT, "--json").tokens
 
 
 def test_compare_dense(run):
@@ -211,14 +246,14 @@ def test_end_token_stops_unless_ignored(run, checkpoint, tmp_path):
 def interrupt_after(monkeypatch, count):
     """Ctrl-C after so many tokens; at 0, in the middle of prefill."""
     if count == 0:
-        on_chunk = generate.Generation._prefill_layer
+        on_chunk = prompts.PromptRun._layer
 
         def layer(self, index, *rest):
             if index == 1:
                 signal.raise_signal(signal.SIGINT)
             return on_chunk(self, index, *rest)
 
-        monkeypatch.setattr(generate.Generation, "_prefill_layer", layer)
+        monkeypatch.setattr(prompts.PromptRun, "_layer", layer)
         return
     tokens = generate.Generation.__iter__
 

@@ -55,6 +55,7 @@ def bad(checkpoint, shared_engines):
         ("--steps-per-call=0", "steps_per_call must be at least 1, got 0"),
         ("--steps-per-call=9", "steps_per_call 9 exceeds the block size 8"),
         ("--mode=dense --offload=host", "use mode 'sparse'"),
+        ("--forecast=nowhere", "no Forecast weights at nowhere"),
         ("--device-kv-gb=0.0000001", "KiB but the device KV budget (device_kv_bytes) allows 107 B"),
         ("--host-kv-gb=0.0000001", "KiB but the host KV budget (host_kv_bytes) allows 107 B"),
     ],
@@ -76,6 +77,8 @@ def test_values_out_of_range(bad, options, message):
         ("--host-kv-gb=inf", "--host-kv-gb: must be a positive number of GiB, got 'inf'"),
         ("--host-kv-gb=much", "--host-kv-gb: must be a positive number of GiB, got 'much'"),
         ("--batch=prompts.txt", "give neither --prompt nor --prompt-file with it"),
+        ("--mode=sparda", "name the Forecast weights of this model with --forecast"),
+        ("--mode=dense --forecast=x", "--forecast is for --mode sparda, not dense"),
         ("--nonsense", "unrecognized arguments: --nonsense"),
     ],
 )

@@ -1,0 +1,155 @@
+"""What the command lines share: options, one-line errors, exit codes.
+
+Importing it does not import jax, whose logging a script settles first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from sparda_jax.config import SparseConfig
+
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+_ERRORS = (ValueError, ArithmeticError, OSError, RuntimeError, ImportError, MemoryError)
+_GEOMETRY = {
+    "block_size": "tokens per KV block",
+    "kernel_size": "tokens per compressed key",
+    "kernel_stride": "tokens between compressed keys",
+}
+_RULES = {
+    "budget_blocks": "blocks attended, forced ones included",
+    "init_blocks": "first blocks, always attended",
+    "local_blocks": "blocks before the current one, likewise",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line: the usage of so many options would hide them."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and ends the process with 2."""
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default of an option where it has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def gibibytes(text: str) -> int:
+    """A memory size in GiB as bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: not a positive number.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 2**30:
+        raise argparse.ArgumentTypeError(f"must be a positive number of GiB, got {text!r}")
+    return max(1, int(value * 2**30))
+
+
+def add_policy_options(group: Any, otherwise: str = "") -> None:
+    """Options of a `SparseConfig` but `dense_len`; `policy` reads them.
+
+    Args:
+        group: argument group or parser.
+        otherwise: what stands before the default in the help, such as "the weights', else ".
+    """
+    from sparda_jax.config import SparseConfig
+
+    default = SparseConfig()
+    for source, options in ((default.geometry, _GEOMETRY), (default, _RULES)):
+        for name, text in options.items():
+            flag = "--" + name.replace("_", "-")
+            value = f"{otherwise}{getattr(source, name)}"
+            group.add_argument(flag, type=int, help=f"{text} (default: {value})")
+
+
+def policy(args: argparse.Namespace, base: SparseConfig) -> SparseConfig:
+    """`base` with what the command line says otherwise.
+
+    Raises:
+        ValueError: rules that contradict each other.
+    """
+    from pallas_kernels.geometry import BlockGeometry
+
+    def given(options: dict[str, str]) -> dict[str, int]:
+        values = {name: getattr(args, name) for name in options}
+        return {name: value for name, value in values.items() if value is not None}
+
+    fields = {name: getattr(base.geometry, name) for name in _GEOMETRY} | given(_GEOMETRY)
+    return dataclasses.replace(base, geometry=BlockGeometry(**fields), **given(_RULES))
+
+
+def note(text: str) -> None:
+    """Prints for people, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file, without byte order mark.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8; says where.
+    """
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte, at = error.object[error.start], error.start
+        raise ValueError(f"{path} is not UTF-8: byte 0x{byte:02x} at offset {at}") from None
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def guarded(
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    args: argparse.Namespace,
+    *,
+    interrupted: str = "interrupted",
+) -> int:
+    """Runs a command; what goes wrong becomes one line and an exit code.
+
+    Args:
+        name: of the program, before the message.
+        run: returns the exit code.
+        args: for `run`; `args.traceback` lets errors through.
+        interrupted: what to say after Ctrl-C.
+    """
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        note(interrupted)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except _ERRORS as error:
+        if args.traceback:
+            raise
+        note(f"{name}: {describe(error)}")
+        return 1
