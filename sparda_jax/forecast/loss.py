@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.block_selection import choose_blocks
 from pallas_kernels.block_selection.reference import (
-    choose_blocks,
     forecast_scores,
     multi_head_scores,
     pool_scores,
@@ -33,7 +33,7 @@ from pallas_kernels.compressed_keys import compress_keys
 from pallas_kernels.teacher_scores import teacher_scores
 from sparda_jax.config import SparseConfig
 from sparda_jax.forecast.projection import Forecast, project
-from sparda_jax.models.decoder import Decoder
+from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse.infllm_v2 import to_blocks
 from sparda_jax.typing import Array, Bool, Float, Int
@@ -54,6 +54,9 @@ class LossConfig:
             probabilities of that grid are the teacher.
         mask_future: False: the teacher's selection can lose a place to a block after the query's
             own, as in the public code; for tests against it.
+        lookahead: layers between the hidden state that a projection reads and the layer it selects
+            for. The engine runs 1; others are for comparison, and their weights are of no use to
+            it. A layer with fewer layers before it reads the hidden state of layer 0.
         chunk_bytes: bound on one float32 array of scores, `[B, K, tokens, C]`. About ten are alive.
     """
 
@@ -61,9 +64,12 @@ class LossConfig:
     teacher_kernel: int = 2
     teacher_stride: int = 1
     mask_future: bool = True
+    lookahead: int = 1
     chunk_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
+        if self.lookahead < 1:
+            raise ValueError(f"lookahead must be at least 1, got {self.lookahead}")
         geometry = self.sparse.geometry
         fine, grid = (self.teacher_kernel, self.teacher_stride), geometry.kernel_stride
         if fine == (geometry.kernel_size, grid):
@@ -130,65 +136,101 @@ def forecast_loss(
     positions = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, count))
     cos, sin = rope_at(model.config.rope, positions, limit)
     model = lax.stop_gradient(model)
-    x, source, parts = model.embed(tokens), None, []
-    for index, layer in enumerate(model.layers):
-        normed = layer.attention_norm(x)
-        q, k, v = layer.qkv(x, cos, sin)
-        kernel = forecast.for_layer(index).kernel[...]
-        # Layer l's projection saw the hidden state of layer l-1; layer 0's own sees layer 0's.
-        operands = (normed if source is None else source, q, k.transpose(0, 2, 1, 3), cos, sin)
-        kl, ids, free, recalled = layer_loss(config, kernel, operands)
-        parts.append((kl / (batch * count * k.shape[2]), free, recalled))
-        kv = to_blocks(k, v, geometry.block_size)
-        attention = cast(jax.Array, block_sparse_attention(q, kv, ids, positions))
-        source = normed
-        x = layer.finish(x, attention)
-    per_layer, free, recalled = (jnp.stack(part) for part in zip(*parts, strict=True))
+    # One program for all layers: compiling them apart takes L times as long, and the copy that
+    # stacking makes is next to nothing beside the work on a window.
+    layers = jax.tree.map(lambda *rows: jnp.stack(rows), *model.layers)
+    kernels = jnp.stack([forecast.for_layer(i).kernel[...] for i in range(len(model.layers))])
+    kl, free, recalled = layer_losses(
+        config, kernels, (layers, model.embed(tokens), positions, cos, sin)
+    )
+    per_layer = kl / (batch * count * model.config.num_kv_heads)
     return per_layer.sum(), LossOutput(lax.stop_gradient(per_layer), free, recalled)
 
 
-# normed [B, T, D] of the projection's layer; q [B, T, N, H], keys [B, K, T, H] of the layer it
-# selects for; cos, sin [B, T, H].
-Operands = tuple[Array, Array, Array, Array, Array]
-Losses = tuple[Array, Array, Array, Array]
+# All layers, their weights stacked; x [B, T, D]; positions [B, T]; cos, sin [B, T, H].
+Operands = tuple[DecoderLayer, Array, Array, Array, Array]
+Losses = tuple[Array, Array, Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def layer_loss(config: LossConfig, kernel: Float[Array, "D KH"], operands: Operands) -> Losses:
-    """One layer's KL, summed over heads and tokens, and the blocks that its teacher selects.
+def layer_losses(config: LossConfig, kernels: Float[Array, "L D KH"], operands: Operands) -> Losses:
+    """Each layer's KL, summed over heads and tokens, while the backbone runs through its layers.
 
-    The gradient of the kernel is formed chunk by chunk in the forward pass, so that no score
-    outlives its chunk, the teacher is computed once, and `[D, K*H]` is all that waits for the
+    The gradient of the kernels is formed chunk by chunk in the forward pass, so that no score
+    outlives its chunk, the teacher is computed once, and `[L, D, K*H]` is all that waits for the
     backward pass.
 
     Args:
         config: see there.
-        kernel: the projection's.
+        kernels: row l is the projection that selects for layer l.
         operands: see `Operands`; they get no gradient.
 
     Returns:
-        KL `[]`; ids `[B, K, T, R]`; free and recalled blocks, `[]` each, see `LossOutput`.
+        KL; free and recalled blocks, see `LossOutput`; `[L]` each.
     """
-    losses, _ = _over_chunks(config, kernel, operands, with_gradient=False)
+    losses, _ = _over_layers(config, kernels, operands, with_gradient=False)
     return losses
 
 
-def _forward(config: LossConfig, kernel: Array, operands: Operands) -> tuple[Losses, Array]:
-    return _over_chunks(config, kernel, operands, with_gradient=True)
+def _forward(config: LossConfig, kernels: Array, operands: Operands) -> tuple[Losses, Array]:
+    return _over_layers(config, kernels, operands, with_gradient=True)
 
 
 def _backward(config: LossConfig, gradient: Array, cotangents: Losses) -> tuple[Array, None]:
-    return gradient * cotangents[0], None
+    return gradient * cotangents[0][:, None, None], None
 
 
-layer_loss.defvjp(_forward, _backward)
+layer_losses.defvjp(_forward, _backward)
+
+
+def _over_layers(
+    config: LossConfig, kernels: Array, operands: Operands, *, with_gradient: bool
+) -> tuple[Losses, Array]:
+    """The losses of all layers and, if asked for, their gradients.
+
+    The carry holds the residual stream and the normed hidden states of the last `lookahead` layers.
+    """
+    layers, x, positions, cos, sin = operands
+
+    def body(carry: Any, rows: Any) -> tuple[Any, tuple[Losses, Array]]:
+        x, before = carry
+        index, layer, kernel = rows
+        normed = layer.attention_norm(x)
+        q, k, v = layer.qkv(x, cos, sin)
+        # Before layer 0 there is none: it reads its own state, and so do those that look past it.
+        before = tuple(jnp.where(index == 0, normed, state) for state in before)
+        tokens = (before[0], q, cos, sin)
+        keys = k.transpose(0, 2, 1, 3)
+        losses, ids, gradient = _over_chunks(
+            config, kernel, tokens, keys, with_gradient=with_gradient
+        )
+        kv = to_blocks(k, v, config.sparse.geometry.block_size)
+        attention = cast(jax.Array, block_sparse_attention(q, kv, ids, positions))
+        return (layer.finish(x, attention), (*before[1:], normed)), (losses, gradient)
+
+    start = (x, (jnp.zeros_like(x),) * config.lookahead)
+    _, out = lax.scan(body, start, (jnp.arange(len(kernels)), layers, kernels))
+    return out
 
 
 def _over_chunks(
-    config: LossConfig, kernel: Array, operands: Operands, *, with_gradient: bool
-) -> tuple[Losses, Array]:
-    """Loss and, if asked for, its gradient, over chunks of query tokens."""
-    normed, q, keys, cos, sin = operands
+    config: LossConfig,
+    kernel: Float[Array, "D KH"],
+    tokens: tuple[Array, ...],
+    keys: Float[Array, "B K T H"],
+    *,
+    with_gradient: bool,
+) -> tuple[Losses, Int[Array, "B K T R"], Array]:
+    """One layer's losses, the blocks that its teacher selects, and the gradient if asked for.
+
+    Args:
+        config: see there.
+        kernel: the projection's.
+        tokens: per query token, `[B, T, ...]`: the normed state that the projection reads, queries
+            of the layer it selects for, cos and sin.
+        keys: of the layer it selects for.
+        with_gradient: False: zeros.
+    """
     batch, heads, count, _ = keys.shape
     compressed = compress_keys(keys, config.sparse.geometry)
     per_token = 4 * batch * heads * compressed.shape[2]
@@ -214,19 +256,14 @@ def _over_chunks(
             (kl, counts), gradient = run(kernel), jnp.zeros_like(kernel)
         return jax.tree.map(jnp.add, carry, (kl, *counts, gradient)), ids
 
-    positions = jnp.broadcast_to(
-        jnp.arange(chunks * chunk, dtype=jnp.int32), (batch, chunks * chunk)
-    )
-    positions = jnp.moveaxis(positions.reshape(batch, chunks, chunk), 1, 0)
+    positions = jnp.arange(chunks * chunk, dtype=jnp.int32).reshape(chunks, 1, chunk)
+    positions = jnp.broadcast_to(positions, (chunks, batch, chunk))
     zero = jnp.zeros((), jnp.float32)
-    carry, ids = lax.scan(
-        body,
-        (zero, zero, zero, jnp.zeros_like(kernel)),
-        (split(normed), split(q), split(cos), split(sin), positions),
-    )
-    kl, free, recalled, gradient = carry
+    start = (zero, zero, zero, jnp.zeros_like(kernel))
+    carry, ids = lax.scan(body, start, (*map(split, tokens), positions))
+    *losses, gradient = carry
     ids = jnp.moveaxis(ids, 0, 2).reshape(batch, heads, chunks * chunk, -1)[:, :, :count]
-    return (kl, ids, free, recalled), gradient
+    return cast(Losses, tuple(losses)), ids, gradient
 
 
 def teacher(
@@ -279,36 +316,60 @@ def predict(
     return forecast_scores(forecast, compressed, jnp.minimum(visible, compressed.shape[2]))
 
 
+def members(ids: Int[Array, "B K T R"], num_blocks: int) -> Bool[Array, "B K T M"]:
+    """The selected blocks as a mask."""
+    # Lists first: one fused reduction, whose threads run along the blocks.
+    named = jnp.moveaxis(ids, -1, 0)[..., None]
+    return (named == jnp.arange(num_blocks, dtype=jnp.int32)).any(0)
+
+
 def candidates(
-    sparse: SparseConfig, ids: Int[Array, "B K T R"], positions: Int[Array, "B T"]
-) -> Bool[Array, "B K T R"]:
-    """Which selected blocks no rule forced."""
+    sparse: SparseConfig, chosen: Bool[Array, "B K T M"], positions: Int[Array, "B T"]
+) -> Bool[Array, "B K T M"]:
+    """Which chosen blocks no rule forced."""
     own = (positions // sparse.geometry.block_size)[:, None, :, None]
-    return (ids >= sparse.init_blocks) & (ids < own - sparse.local_blocks)
+    block = lax.broadcasted_iota(jnp.int32, (1, 1, 1, chosen.shape[-1]), 3)
+    return chosen & (block >= sparse.init_blocks) & (block < own - sparse.local_blocks)
 
 
 def partition(
-    share: Float[Array, "B K T C"],
-    ids: Int[Array, "B K T R"],
-    free: Bool[Array, "B K T R"],
-    per_block: int,
-) -> Float[Array, "B K T X"]:
-    """The windows of the free blocks and a rest bucket, X = R * per_block + 1; sums to 1.
+    share: Float[Array, "B K T C"], free: Bool[Array, "B K T C"], slots: int
+) -> tuple[Float[Array, "B K T C"], Float[Array, "B K T 1"], Float[Array, "B K T 1"]]:
+    """What is put on the free windows, and on everything else together; each at least EPSILON.
 
     Args:
         share: weights of all windows; divided by their sum here.
-        ids: selected blocks.
-        free: which of them count; the places of the others hold next to nothing.
-        per_block: windows that begin in one block.
+        free: windows of the free blocks.
+        slots: windows of a whole selection. The public code compares that many, of which those
+            that are not free hold EPSILON; so they count in the sum.
+
+    Returns:
+        Weights of the free windows (0 elsewhere), the rest, and the sum with all slots: what to
+        divide by.
     """
     share = share / (share.sum(-1, keepdims=True) + EPSILON)
-    window = ids[..., None] * per_block + jnp.arange(per_block, dtype=jnp.int32)
-    window = jnp.clip(window, 0, share.shape[-1] - 1).reshape(*ids.shape[:3], -1)
-    parts = jnp.take_along_axis(share, window, axis=-1)
-    parts = jnp.where(jnp.repeat(free, per_block, axis=-1), parts, 0.0)
-    rest = jnp.maximum(share.sum(-1, keepdims=True) - parts.sum(-1, keepdims=True), 0.0)
-    parts = jnp.maximum(jnp.concatenate([parts, rest], axis=-1), EPSILON)
-    return parts / parts.sum(-1, keepdims=True)
+    inside = jnp.where(free, share, 0.0)
+    rest = share.sum(-1, keepdims=True) - inside.sum(-1, keepdims=True)
+    rest = jnp.maximum(jnp.maximum(rest, 0.0), EPSILON)
+    kept = jnp.where(free, jnp.maximum(share, EPSILON), 0.0)
+    empty = slots - free.sum(-1, keepdims=True, dtype=jnp.float32)
+    return kept, rest, kept.sum(-1, keepdims=True) + rest + empty * EPSILON
+
+
+def divergence(
+    target: Float[Array, "B K T C"],
+    share: Float[Array, "B K T C"],
+    free: Bool[Array, "B K T C"],
+    slots: int,
+) -> Float[Array, "B K T"]:
+    """KL(target || share) over the free windows and the rest; see `partition` for the arguments."""
+    wanted, wanted_rest, wanted_sum = partition(target, free, slots)
+    got, got_rest, got_sum = partition(share, free, slots)
+    log = lambda kept: jnp.log(jnp.where(free, kept, 1.0))
+    inside = (wanted * (log(wanted) - log(got))).sum(-1, keepdims=True)
+    rest = wanted_rest * (jnp.log(wanted_rest) - jnp.log(got_rest))
+    out = (inside + rest) / wanted_sum + jnp.log(got_sum) - jnp.log(wanted_sum)
+    return out[..., 0]
 
 
 def _chunk_loss(
@@ -327,13 +388,12 @@ def _chunk_loss(
     queries = project(kernel, normed, cos, sin)
     scores = predict(queries, compressed, sparse.geometry.started_windows(positions))
     share = jax.nn.softmax(scores * queries.shape[-1] ** -0.5, axis=-1)
-    free = candidates(sparse, ids, positions)
-    per_block = sparse.geometry.strides_per_block
-    wanted = partition(target, ids, free, per_block)
-    got = partition(share, ids, free, per_block)
-    kl = (wanted * (jnp.log(wanted) - jnp.log(got))).sum(-1)
+    blocks, per_block = int(sparse.geometry.num_blocks(length)), sparse.geometry.strides_per_block
+    free = candidates(sparse, members(ids, blocks), positions)
+    windows = jnp.repeat(free, per_block, axis=-1)[..., : share.shape[-1]]
+    kl = divergence(target, share, windows, ids.shape[-1] * per_block)
     kl = jnp.where(seen[:, None], kl, 0.0).sum()
     free &= seen[:, None, :, None]
     chosen = routing(config, lax.stop_gradient(scores), positions, length)
-    found = (ids[..., :, None] == chosen[..., None, :]).any(-1) & free
+    found = free & members(chosen, blocks)
     return kl, (free.sum(dtype=jnp.float32), found.sum(dtype=jnp.float32))

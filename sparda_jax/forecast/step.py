@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sparda_jax.forecast.loss import LossConfig, forecast_loss
+from sparda_jax.forecast.loss import LossConfig, LossOutput, forecast_loss
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.typing import Array, Int
@@ -131,12 +131,10 @@ def forecast_of(model: Decoder, state: TrainState) -> Forecast:
 
 def _loss(
     model: Decoder, params: nnx.State, tokens: Array, config: TrainConfig, graph: nnx.GraphDef
-) -> tuple[Array, tuple[Array, Array]]:
-    """Loss of one micro-batch `[B, T]`; free and recalled blocks beside it."""
-    loss, output = forecast_loss(
-        model, nnx.merge(graph, params), tokens, config.loss, max_length=config.max_length
-    )
-    return loss, (output.free.sum(), output.recalled.sum())
+) -> tuple[Array, LossOutput]:
+    """Loss of one micro-batch `[B, T]`."""
+    forecast = nnx.merge(graph, params)
+    return forecast_loss(model, forecast, tokens, config.loss, max_length=config.max_length)
 
 
 @partial(jax.jit, static_argnames=("config", "graph", "mesh"), donate_argnames="state")
@@ -156,7 +154,8 @@ def train_step(
 
         def accumulate(carry: Any, micro: Array) -> tuple[Any, None]:
             loss = lambda params: _loss(model, params, micro, config, graph)
-            (value, counts), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+            (value, output), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+            counts = (output.free.sum(), output.recalled.sum())
             return jax.tree.map(jnp.add, carry, (value, counts, gradient)), None
 
         zero = jnp.zeros((), jnp.float32)
@@ -191,8 +190,8 @@ def evaluate_window(
     config: TrainConfig,
     graph: nnx.GraphDef,
     mesh: Mesh,
-) -> tuple[Array, tuple[Array, Array]]:
-    """Loss, and free and recalled blocks; every device of the mesh computes the same."""
-    run = partial(_loss, config=config, graph=graph)
+) -> LossOutput:
+    """What `forecast_loss` tells of one window; every device of the mesh computes the same."""
+    run = lambda model, params, tokens: _loss(model, params, tokens, config, graph)[1]
     spread = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     return spread(model, params, tokens)

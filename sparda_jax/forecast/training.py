@@ -58,8 +58,9 @@ class Trainer:
         train: windows to train on.
         held_out: windows to evaluate on; may be empty.
         folder: of the run; one that holds checkpoints is continued.
-        devices: of this host, over which the windows of a step are spread, the model being on each;
-            None: the first alone.
+        devices: over which the windows of a step are spread, the model being on each; those of
+            all processes if there are several (`jax.distributed`), which then share the folder and
+            run the same program on the same data. None: the first of this process alone.
 
     Raises:
         ValueError: no window to train on; a batch that the devices cannot share evenly.
@@ -76,13 +77,15 @@ class Trainer:
     ):
         if not len(train):
             raise ValueError("no window to train on: the text is shorter than one window")
-        devices = jax.devices()[:1] if devices is None else devices
+        devices = jax.local_devices()[:1] if devices is None else devices
         if config.batch % (config.micro_batch * len(devices)):
             raise ValueError(
                 f"batch {config.batch} is not a multiple of micro_batch {config.micro_batch} times "
                 f"{len(devices)} devices"
             )
         self.mesh = Mesh(np.asarray(devices), (AXIS,))
+        # What identifies the model is read from this process's own copy.
+        self.fingerprint = model_fingerprint(model)
         self.model = jax.device_put(model, NamedSharding(self.mesh, P()))
         self.config, self.train, self.held_out = config, train, held_out
         self.folder = Path(folder)
@@ -95,7 +98,7 @@ class Trainer:
         free = ("save_every", "keep", "eval_every", "eval_windows", "explosion")
         return {
             "config": {name: value for name, value in config.items() if name not in free},
-            "model": model_fingerprint(self.model),
+            "model": self.fingerprint,
             "windows": list(self.train.tokens.shape),
             "data": _digest(self.train.tokens),
         }
@@ -111,40 +114,61 @@ class Trainer:
         with _manager(self.folder, self.config) as manager:
             state = self._restore(manager)
             first = int(state.step)
-            begun, smallest = time.monotonic(), math.inf
+            if first == 0 and len(self.held_out):
+                self._tell({"step": 0} | self.evaluate(state), math.inf, report)
+            smallest, seconds = math.inf, []
             for step in range(first, self.config.steps):
+                begun = time.monotonic()
                 state, metrics = self._step(state, step)
-                record = {"step": step + 1} | {name: float(v) for name, v in metrics.items()}
                 # Read back before anything is saved: a bad step must not become a checkpoint.
-                if not all(math.isfinite(value) for value in record.values()):
-                    raise TrainingDiverged(f"step {step + 1}: loss or gradient is not finite")
-                if record["loss"] > self.config.explosion * smallest:
-                    raise TrainingDiverged(
-                        f"step {step + 1}: loss {record['loss']:.4g} is over "
-                        f"{self.config.explosion:g} times the smallest, {smallest:.4g}"
-                    )
+                record = {"step": step + 1} | {name: float(v) for name, v in metrics.items()}
+                seconds.append(time.monotonic() - begun)
+                self._check(record, smallest)
                 smallest = min(smallest, record["loss"])
+                record["tokens_per_second"] = self._tokens_per_step() / seconds[-1]
                 last = step + 1 == self.config.steps
                 every = self.config.eval_every
                 if len(self.held_out) and (last or (every and (step + 1) % every == 0)):
                     record |= self.evaluate(state)
-                done, seconds = step + 1 - first, time.monotonic() - begun
-                record["tokens_per_second"] = done * self._tokens_per_step() / seconds
-                self._write(record)
                 if last or (step + 1) % self.config.save_every == 0:
                     _save(manager, state, self.settings)
-                report(Progress(record, seconds / done * (self.config.steps - step - 1)))
-        return state
+                # The first step of a process compiles.
+                left = np.mean(seconds[1:] or seconds) * (self.config.steps - step - 1)
+                self._tell(record, float(left), report)
+        return jax.tree.map(lambda array: array.addressable_data(0), state)
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Mean loss and recall over held-out windows."""
+    def _check(self, record: dict[str, Any], smallest: float) -> None:
+        step = record["step"]
+        if not all(math.isfinite(value) for value in record.values()):
+            raise TrainingDiverged(f"step {step}: loss or gradient is not finite")
+        if record["loss"] > self.config.explosion * smallest:
+            raise TrainingDiverged(
+                f"step {step}: loss {record['loss']:.4g} is over {self.config.explosion:g} times "
+                f"the smallest, {smallest:.4g}"
+            )
+
+    def _tell(
+        self, record: dict[str, Any], left: float, report: Callable[[Progress], None]
+    ) -> None:
+        if jax.process_index() == 0:
+            with self._metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        report(Progress(record, left))
+
+    def evaluate(self, state: TrainState) -> dict[str, Any]:
+        """Mean loss and recall over held-out windows, of all layers together and of each."""
         rows = self.held_out.tokens[: self.config.eval_windows]
-        total = np.zeros(3)
+        total = np.zeros((3, self.model.config.num_layers))
         for row in rows:
-            loss, counts = evaluate_window(self.model, state.params, row[None], **self._static)
-            total += [float(loss), *map(float, counts)]
+            output = evaluate_window(self.model, state.params, row[None], **self._static)
+            total += np.stack([output.per_layer, output.free, output.recalled])
         loss, free, recalled = total
-        return {"held_out_loss": loss / len(rows), "held_out_recall": recalled / max(free, 1.0)}
+        return {
+            "held_out_loss": loss.sum() / len(rows),
+            "held_out_recall": recalled.sum() / max(free.sum(), 1.0),
+            "held_out_loss_by_layer": (loss / len(rows)).tolist(),
+            "held_out_recall_by_layer": (recalled / np.maximum(free, 1.0)).tolist(),
+        }
 
     def plan(self) -> dict[str, float]:
         """What a run needs, from the compiled step and one timed step; nothing is written."""
@@ -191,8 +215,10 @@ class Trainer:
         newest = manager.latest_step()
         if newest is not None:
             state = _load(manager, newest, state, self.settings)
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= int(state.step)]
-        self._metrics.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        done = int(state.step)
+        kept = [line for line in self._lines() if done and json.loads(line)["step"] <= done]
+        if jax.process_index() == 0:
+            self._metrics.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         return state
 
     @property
@@ -204,10 +230,6 @@ class Trainer:
         if not self._metrics.is_file():
             return []
         return self._metrics.read_text(encoding="utf-8").split("\n")[:-1]
-
-    def _write(self, record: dict[str, Any]) -> None:
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
 
 def _digest(tokens: np.ndarray) -> str:

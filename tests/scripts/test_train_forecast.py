@@ -1,6 +1,11 @@
 """The trainer's command line on a tiny checkpoint."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,3 +83,39 @@ def test_mistakes_are_one_line(call, tmp_path, option, message):
     code, printed, notes = call("--out", str(tmp_path / "run"), option)
     assert code == 1 and printed == ""
     assert message in notes.splitlines()[-1]
+
+
+def test_two_processes_end_in_the_bits_of_two_devices(checkpoint, text, tmp_path):
+    script = Path(train_forecast.__file__)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+
+    def start(out, *arguments, devices=1):
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        return subprocess.Popen(
+            [sys.executable, script, text, "--model", checkpoint, *SMALL, "--batch=4",
+             f"--out={tmp_path / out}", *arguments],
+            cwd=script.parents[1],
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."},
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+
+    shared = [f"--coordinator={address}", "--processes=2"]
+    runs = [start("two", *shared, f"--process-id={i}") for i in range(2)]
+    notes = [run.communicate(timeout=240)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], notes
+    alone = start("one", "--devices=2", devices=2)
+    assert (alone.communicate(timeout=240), alone.returncode)[1] == 0
+    ends = [(tmp_path / out / "forecast.safetensors").read_bytes() for out in ("two", "one")]
+    assert ends[0] == ends[1]
+    # Written once, by process 0, which alone tells how it goes.
+    lines = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert "step 4/4" in notes[0] and "step 4/4" not in notes[1]
+
+
+def test_processes_are_named_in_full(call, tmp_path):
+    code, _, notes = call("--out", str(tmp_path), "--processes=2")
+    assert code == 1 and "--coordinator, --processes and --process-id belong together" in notes

@@ -74,9 +74,14 @@ def test_equals_published_parts(load_case, name):
         visible = sparse.geometry.started_windows(positions)
         scores = loss_module.predict(queries, compressed, visible)
         share = jax.nn.softmax(scores / np.sqrt(q.shape[-1]), axis=-1)
-        free = loss_module.candidates(sparse, ids, positions)
+        blocks = -(-tokens.shape[1] // sparse.geometry.block_size)
+        chosen = loss_module.members(ids, blocks)
+        free = loss_module.candidates(sparse, chosen, positions)
         per_block = sparse.geometry.strides_per_block
-        wanted, got = (loss_module.partition(x, ids, free, per_block) for x in (target, share))
+        windows = jnp.repeat(free, per_block, axis=-1)[..., : share.shape[-1]]
+        slots = ids.shape[-1] * per_block
+        parts = [loss_module.partition(x, windows, slots) for x in (target, share)]
+        kl = loss_module.divergence(target, share, windows, slots).sum((1, 2))
     aligned = a.get(f"layer{index}.teacher_aligned")
     aligned = a[f"layer{index}.teacher_fine"] if aligned is None else aligned
     np.testing.assert_allclose(target, aligned, **SHARE)
@@ -87,10 +92,20 @@ def test_equals_published_parts(load_case, name):
     batch, count = tokens.shape
     chosen = chosen.reshape(-1, batch, count, chosen.shape[-1]).swapaxes(0, 1)
     np.testing.assert_array_equal(ids, chosen)
-    np.testing.assert_allclose(wanted, a[f"layer{index}.target_dist"], **SHARE)
-    np.testing.assert_allclose(got, a[f"layer{index}.pred_dist"], **SHARE)
-    kl = (wanted * jnp.log(wanted / got)).sum((1, 2, 3))
+    for part, name in zip(parts, ("target_dist", "pred_dist"), strict=True):
+        ours = in_slots(ids, sparse, *map(np.asarray, part))
+        np.testing.assert_allclose(ours, a[f"layer{index}.{name}"], **SHARE)
     np.testing.assert_allclose(kl, a[f"layer{index}.kl_sum"], rtol=1e-5)
+
+
+def in_slots(ids, sparse, kept, rest, total):
+    """The windows of the selected blocks one after the other, then the rest, as the case has it."""
+    per_block = sparse.geometry.strides_per_block
+    window = np.repeat(np.asarray(ids) * per_block, per_block, axis=-1)
+    window = window + np.tile(np.arange(per_block), ids.shape[-1])
+    inside = np.take_along_axis(kept, np.clip(window, 0, kept.shape[-1] - 1), axis=-1)
+    inside = np.maximum(np.where(window < 0, 0, inside), loss_module.EPSILON)
+    return np.concatenate([inside, rest], axis=-1) / total
 
 
 def layer_inputs(case, tokens, index, config):
@@ -135,6 +150,22 @@ def test_gradient_equals_differences(tiny_config, tiny_sparse):
     )
     assert loss > 0
     np.testing.assert_allclose((ahead - back) / (2 * step), slope, rtol=0.03)
+
+
+def test_lookahead_is_the_layer_whose_state_is_read(tiny_config, tiny_sparse):
+    """Layer 1's norm at zero: no keys to score there, and nothing to learn for who reads it."""
+    model, forecast, tokens = (
+        Decoder.random(tiny_config),
+        Forecast.random(tiny_config),
+        tokens_of(90),
+    )
+    blind = jax.tree.map(lambda p: p, model)
+    blind.layers[1].attention_norm.scale[...] *= 0
+    for lookahead, idle in ((1, [1, 2]), (2, [1])):
+        config = LossConfig(tiny_sparse, lookahead=lookahead)
+        _, gradient = value_and_grad(blind, forecast, tokens, config)
+        zero = [i for i in range(3) if not np.any(gradient.for_layer(i).kernel[...])]
+        assert zero == idle
 
 
 def test_only_the_projections_get_a_gradient(tiny_config, tiny_sparse):
@@ -186,6 +217,8 @@ def test_refusals(tiny_config, tiny_sparse):
         forecast_loss(model, forecast, tokens_of(7), LossConfig(tiny_sparse))
     with pytest.raises(ValueError, match=r"windows of 300 tokens: .* at most 256"):
         forecast_loss(model, forecast, tokens_of(300), LossConfig(tiny_sparse))
+    with pytest.raises(ValueError, match="lookahead must be at least 1, got 0"):
+        LossConfig(tiny_sparse, lookahead=0)
     for grid in ((8, 3), (16, 8), (4, 4), (2, 0)):
         with pytest.raises(ValueError, match="teacher grid"):
             LossConfig(tiny_sparse, *grid)
