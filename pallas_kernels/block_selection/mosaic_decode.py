@@ -72,15 +72,12 @@ def select_blocks_multi_head(
     """See ``pallas_kernels.block_selection.select_blocks_multi_head``; one query token.
 
     Raises:
-        NotImplementedError: as ``select_blocks_forecast``; also more than 64 heads a group, or
-            C above 64 and no multiple of 8 (the capacity is yours to round up).
+        NotImplementedError: as ``select_blocks_forecast``; also more than 64 heads a group.
     """
     _check(q, compressed, num_blocks, mask_future)
-    group, c = q.shape[2] // compressed.shape[1], compressed.shape[2]
+    group = q.shape[2] // compressed.shape[1]
     if group > 64:
         raise NotImplementedError(f"{group} query heads per KV head exceed 64")
-    if c % 8 and c > mosaic_scores.TILE:
-        raise NotImplementedError(f"a capacity of {c} compressed keys is no multiple of 8")
     return _select(
         q, compressed, query_block, visible, dense, score=_multi_head_scores, scale=scale,
         num_blocks=num_blocks, geometry=geometry, init_blocks=init_blocks,

@@ -119,7 +119,7 @@ def multi_head_scores(
     Args:
         batch: B.
         heads: K.
-        keys: C, a multiple of 8.
+        keys: C, any number from 64 on.
         head_dim: H.
         group: query heads per KV head, padded to a multiple of 8.
         dtype: dtype of queries and keys.
@@ -135,8 +135,10 @@ def multi_head_scores(
     """
     tiles = -(-keys // TILE)
 
+    layout = _row_layout(head_dim)
+
     def multi_head_scores_kernel(
-        q, compressed, visible, out, maxima, sums, key_tiles, q_tile, landed, q_landed
+        q, compressed, visible, out, maxima, sums, key_tiles, operand, q_tile, landed, q_landed
     ):
         chunk, k, b = (lax.axis_index(name) for name in ("chunk", "head", "batch"))
         seen = lax.div(visible[b] + (TILE - 1), TILE)
@@ -163,13 +165,18 @@ def multi_head_scores(
             stage = lax.rem(step, stages)
             first = (step * chunks + chunk) * TILE
             plgpu.barrier_wait(landed.at[stage])
+            # A copy straight into the layout of a wgmma operand would need C to be a multiple
+            # of 8: the keys of a pair start anywhere.
+            operand[...] = plgpu.load(key_tiles.at[stage], layout=layout, optimized=False)
+            # All threads have read the tile before the next copy overwrites it.
+            plgpu.commit_smem()
+            load(step + stages)
 
             def product(accumulator):
-                plgpu.wgmma(accumulator, key_tiles.at[stage], q_tile.transpose((1, 0)))
+                plgpu.wgmma(accumulator, operand, q_tile.transpose((1, 0)))
                 return accumulator[...]
 
             s = pl.run_scoped(product, plgpu.ACC((TILE, group), jnp.float32)) * (scale * LOG2E)
-            load(step + stages)
             s = jnp.where(row < visible[b] - first, s, -jnp.inf)
             out[b, k, pl.ds(first, TILE)] = s
             new_largest = jnp.maximum(largest, s)
@@ -192,9 +199,12 @@ def multi_head_scores(
         ],
         grid=(chunks, heads, batch),
         grid_names=("chunk", "head", "batch"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         scratch_types=[
-            plgpu.SMEM((stages, TILE, head_dim), dtype, transforms=swizzled),
+            plgpu.SMEM((stages, TILE, head_dim), dtype),
+            plgpu.SMEM((TILE, head_dim), dtype, transforms=swizzled),
             plgpu.SMEM((group, head_dim), dtype, transforms=swizzled),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(),

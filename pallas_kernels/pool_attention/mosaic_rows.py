@@ -54,10 +54,12 @@ def build(
         tail_rows = rest.pop(0) if shape.row_mask else None
         slot_bias = rest.pop(0) if shape.slot_bias else None
         out, lse, *rest = rest
-        partial, statistics = (rest.pop(0), rest.pop(0)) if splits > 1 else (None, None)
-        q_tile, keys, values, columns, other, q_landed, *barriers = rest
-        landed, tail_landed, merged, *barriers = barriers
-        arrived = barriers.pop(0) if splits > 1 else None
+        partial: Any = rest.pop(0) if splits > 1 else None
+        statistics: Any = rest.pop(0) if splits > 1 else None
+        q_tile, ((keys, values), other_acc), columns, other_rows, *barriers = rest
+        q_landed, landed, tail_landed, finished, merged, *barriers = barriers
+        other = (other_acc, *other_rows)
+        arrived: Any = barriers.pop(0) if splits > 1 else None
         staging = barriers
         batch, head = lax.axis_index("batch"), lax.axis_index("head")
         split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
@@ -157,12 +159,15 @@ def build(
 
         @pl.when(wg == 1)
         def _hand_over():
+            # The results take the memory of the tiles, of both warpgroups.
+            plgpu.barrier_wait(finished)
             for ref, array in zip(other, carry, strict=True):
                 ref[...] = array
             plgpu.barrier_arrive(merged)
 
         @pl.when(wg == 0)
         def _merge():
+            plgpu.barrier_arrive(finished)
             plgpu.barrier_wait(merged)
             layouts = (plgpu.Layout.WGMMA, tiles.BY_ROW, tiles.BY_ROW)
             theirs: Any = tuple(
@@ -290,8 +295,9 @@ def _merge_layout(head_dim: int) -> Any:
 def shared_bytes(shape: tiles.Shape, stages: int) -> int:
     """Shared memory of one thread block, without the simulator's staging buffer."""
     item, h = jnp.dtype(shape.dtype).itemsize, shape.head_dim
-    ring = WARPGROUPS * stages * shape.tile_tokens * (2 * h * item + 4)
-    return ring + tiles.ROWS * h * (item + 4) + 4096
+    tiles_bytes = max(WARPGROUPS * stages * shape.tile_tokens * 2 * h * item, tiles.ROWS * h * 4)
+    columns = WARPGROUPS * stages * shape.tile_tokens * 4
+    return tiles_bytes + columns + tiles.ROWS * h * item + 4096
 
 
 class _Offset:
@@ -312,19 +318,20 @@ def _scratch(shape: tiles.Shape, splits: int, stages: int, stage_weights: bool) 
     tok, h, dtype = shape.tile_tokens, shape.head_dim, shape.dtype
     rows, single = tiles.ROWS, jnp.float32
     ring = (WARPGROUPS, stages, tok)
+    keys = plgpu.SMEM((*ring, h), dtype, transforms=tiles.swizzled(dtype))
     scratch = [
         plgpu.SMEM((rows, h), dtype, transforms=tiles.swizzled(dtype)),
-        plgpu.SMEM((*ring, h), dtype, transforms=tiles.swizzled(dtype)),
-        plgpu.SMEM((*ring, h), dtype, transforms=tiles.swizzled(dtype)),
-        plgpu.SMEM(ring, single),
-        (
-            plgpu.SMEM((rows, h), single, transforms=tiles.swizzled(single)),
-            plgpu.SMEM((rows,), single),
-            plgpu.SMEM((rows,), single),
+        # What one warpgroup hands to the other needs no memory of its own, so that one more
+        # tile can be in flight.
+        plgpu.RefUnion(
+            (keys, keys), plgpu.SMEM((rows, h), single, transforms=tiles.swizzled(single))
         ),
+        plgpu.SMEM(ring, single),
+        (plgpu.SMEM((rows,), single), plgpu.SMEM((rows,), single)),
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=shape.slot_copies, num_barriers=WARPGROUPS * stages),
         plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS * stages),
+        plgpu.Barrier(),
         plgpu.Barrier(),
     ]
     if splits > 1:
