@@ -305,6 +305,8 @@ class EngineConfig:
             "sparse" in the prompt, then the blocks that the layer before guesses.
         offload: "host" keeps the KV pool in host memory, "none" on the device.
         fetch: "program" copies missed blocks inside the compiled step, "eager" between steps.
+        prefetch: copy blocks that were chosen a layer ahead behind the layer before ("sparda",
+            "infinigen", offloaded, fetch "program", on a GPU; elsewhere there is nothing to do).
         prefill_chunk: prompt tokens per prefill call.
         steps_per_call: tokens per compiled decode call; at most the block size when offloaded,
             which the engine checks, since the block size is the selection's.
@@ -317,6 +319,7 @@ class EngineConfig:
     mode: Mode = "sparse"
     offload: Offload = "none"
     fetch: Fetch = "program"
+    prefetch: bool = True
     prefill_chunk: int = 512
     steps_per_call: int = 8
     max_length: int | None = None

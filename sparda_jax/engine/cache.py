@@ -80,10 +80,10 @@ def append_tail(
 
 
 def tail_block(
-    cache: SparseCache, position: Int[Array, " B"], block_size: int
+    tail: Float[Array, "B K 2 2 P H"], position: Int[Array, " B"], block_size: int
 ) -> tuple[Float[Array, "B K 2 P H"], Bool[Array, "B 1 P"]]:
     """The block being written and which of its rows exist, the token at `position` included."""
     ring = ((position // block_size) % 2)[:, None, None, None, None, None]
-    block = jnp.take_along_axis(cache.tail, ring, axis=2)[:, :, 0]
+    block = jnp.take_along_axis(tail, ring, axis=2)[:, :, 0]
     mask = jnp.arange(block_size)[None] <= (position % block_size)[:, None]
     return block, mask[:, None]

@@ -77,6 +77,7 @@ def decode_step(
     sparse: SparseConfig | None,
     num_blocks: int,
     aheads: tuple[Ahead | None, ...],
+    prefetch: bool,
 ) -> tuple[DecodeState, StepOutput]:
     """Decodes one token for every active request; arguments as those of `decode_steps`.
 
@@ -88,6 +89,7 @@ def decode_step(
       sparse: selection rules; None is dense attention.
       num_blocks: M, blocks a sequence can hold.
       aheads: per layer, who chooses its blocks one layer early.
+      prefetch: fetch on a stream of its own.
     """
     x, step = begin_step(model, rope, state)
     counts = [jnp.zeros((), jnp.int32)] * 3
@@ -100,7 +102,7 @@ def decode_step(
             dense.append(cache)
         layers = tuple(dense)
     else:
-        phases = TracedPhases(model, aheads, fetcher, step, sparse, num_blocks)
+        phases = TracedPhases(model, aheads, fetcher, step, sparse, num_blocks, prefetch)
         x, layers, plans = run_layers(phases, x, state.layers, [a is not None for a in aheads])
         counts = [
             sum((getattr(plan, name) for plan in plans), counts[0])
@@ -120,6 +122,7 @@ def decode_steps(
     steps: int,
     sparse: SparseConfig | None,
     num_blocks: int,
+    prefetch: bool = False,
 ) -> tuple[DecodeState, StepOutput]:
     """Decodes up to ``steps`` tokens a request, all in the program that calls it.
 
@@ -137,6 +140,8 @@ def decode_steps(
       steps: n, static.
       sparse: selection rules; None is dense attention.
       num_blocks: M, blocks a sequence can hold.
+      prefetch: copy what is chosen ahead on a GPU stream of its own, behind attention and MLP. For
+        top-level programs compiled with `host_offload.overlap.COMPILER_OPTIONS`.
 
     Returns:
       The state and the outputs of the steps stacked on a leading axis of size n. Steps after the
@@ -150,11 +155,11 @@ def decode_steps(
             f"steps per call must not exceed the block size {sparse.geometry.block_size} "
             f"when KV is offloaded, got {steps}"
         )
-    fetcher = None if pool is None else ProgramFetcher(pool)
+    fetcher = None if pool is None else ProgramFetcher(pool, own_stream=prefetch)
     choosers = (None,) * len(model.layers) if aheads is None else aheads
 
     def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
-        return decode_step(model, rope, state, fetcher, sparse, num_blocks, choosers)
+        return decode_step(model, rope, state, fetcher, sparse, num_blocks, choosers, prefetch)
 
     batch = state.lengths.shape[0]
     outputs = StepOutput(

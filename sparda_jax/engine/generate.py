@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload import memory
+from host_offload import memory, overlap
 from host_offload.fetch import EagerFetcher
 from host_offload.host_pool import HostPool
 from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
@@ -102,6 +102,13 @@ class Engine:
         self.rope: RopeTable = self.put(
             jax.jit(rope_table, static_argnums=(0, 1))(model.config.rope, length)
         )
+
+    @property
+    def prefetch(self) -> bool:
+        """Whether fetches run on a stream of their own."""
+        ahead = any(ahead is not None for ahead in self.aheads)
+        offloaded = self.config.offload == "host" and self.config.fetch == "program"
+        return self.config.prefetch and ahead and offloaded and self.device.platform == "gpu"
 
     def _check_weights(self, mode: str, what: str, given: object | None) -> None:
         if (self.config.mode == mode) != (given is not None):
@@ -269,9 +276,11 @@ class Generation:
         program = engine.programs.on_model(
             decode.decode_steps,
             donate=(3,),
+            options=overlap.COMPILER_OPTIONS if engine.prefetch else None,
             steps=engine.config.steps_per_call,
             sparse=sparse,
             num_blocks=plan.num_blocks,
+            prefetch=engine.prefetch,
         )
         program.compile(arrays, rope, pool and pool.layers, self.state, engine.aheads)
         return lambda state: program(arrays, rope, pool and pool.layers, state, engine.aheads)

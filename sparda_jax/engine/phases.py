@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from host_offload import overlap
 from host_offload.fetch import Fetcher
 from host_offload.slot_cache import assign_slots, compact_misses
 from pallas_kernels.geometry import BlockGeometry
@@ -23,6 +24,7 @@ from pallas_kernels.pool_attention import pool_attention
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine import cache as caches
 from sparda_jax.engine.lookahead import Ahead
+from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.state import LayerCache, SparseCache, Step
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.sparse.infllm_v2 import select_decode
@@ -153,14 +155,15 @@ def attend_layer(
     layer: DecoderLayer,
     x: Float[Array, "B 1 D"],
     q: Float[Array, "B 1 N H"],
-    cache: SparseCache,
+    blocks: Float[Array, "B K Z 2 P H"],
+    tail: Float[Array, "B K 2 2 P H"],
     rows: Int[Array, "B K R"],
     step: Step,
     block_size: int,
 ) -> Float[Array, "B 1 D"]:
-    """Second phase: attention over the selected blocks and the tail block, output, MLP."""
-    tail, mask = caches.tail_block(cache, step.position, block_size)
-    attention = pool_attention(q, cache.blocks, rows, tail, mask)
+    """Attention over the selected blocks and the tail block, output, MLP."""
+    newest, mask = caches.tail_block(tail, step.position, block_size)
+    attention = pool_attention(q, blocks, rows, newest, mask)
     assert not isinstance(attention, tuple)  # only with return_lse
     return layer.finish(x, attention)
 
@@ -236,7 +239,17 @@ def _fetch(
 
 @dataclasses.dataclass(frozen=True)
 class TracedPhases:
-    """The phases traced into the program that calls them; see `Phases`."""
+    """The phases traced into the program that calls them; see `Phases`.
+
+    Attributes:
+      model: parameters.
+      aheads: per layer, who chooses its blocks one layer early.
+      fetcher: where missed blocks come from; None when the KV is resident.
+      step: of this token.
+      sparse: selection rules.
+      num_blocks: M, blocks a sequence can hold.
+      prefetch: attention and MLP run on a GPU stream of their own, beside a fetch on another.
+    """
 
     model: Decoder
     aheads: tuple[Ahead | None, ...]
@@ -244,6 +257,7 @@ class TracedPhases:
     step: Step
     sparse: SparseConfig
     num_blocks: int
+    prefetch: bool
 
     def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
         """See `project_layer`."""
@@ -271,4 +285,18 @@ class TracedPhases:
     def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
         """See `attend_layer`."""
         size = self.sparse.geometry.block_size
-        return attend_layer(self.model.layers[index], x, q, cache, rows, self.step, size)
+        layer = Parameters.of(self.model.layers[index])
+
+        def attend(
+            arrays: tuple[Array, ...],
+            x: Array,
+            q: Array,
+            blocks: Array,
+            tail: Array,
+            rows: Array,
+            step: Step,
+        ) -> Array:
+            return attend_layer(layer.merge(arrays), x, q, blocks, tail, rows, step, size)
+
+        run = overlap.on_stream(attend, overlap.COMPUTE_STREAM) if self.prefetch else attend
+        return run(layer.arrays, x, q, cache.blocks, cache.tail, rows, self.step)

@@ -23,13 +23,22 @@ def _signature(args: tuple) -> tuple:
 class Program:
     """A function compiled once per signature; the call that compiles is timed apart.
 
+    It is traced with arguments that say nothing of their memory: a kernel's bulk copies refuse a
+    reference that is typed as host memory. Where the arguments lie, the shardings say.
+
     Attributes:
       compilations: how many signatures were compiled.
       compile_seconds: time spent tracing and compiling them.
     """
 
-    def __init__(self, function: Callable[..., Any], *, donate: Sequence[int] = ()):
-        self._jitted = jax.jit(function, donate_argnums=tuple(donate))
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        donate: Sequence[int] = (),
+        options: dict[str, str] | None = None,
+    ):
+        self._function, self._donate, self._options = function, tuple(donate), options
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self.compilations = 0
         self.compile_seconds = 0.0
@@ -39,7 +48,10 @@ class Program:
         key = _signature(args)
         if key not in self._compiled:
             start = time.perf_counter()
-            self._compiled[key] = self._jitted.lower(*args).compile()
+            types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+            places = jax.tree.map(lambda leaf: leaf.sharding, args)
+            jitted = jax.jit(self._function, donate_argnums=self._donate, in_shardings=places)
+            self._compiled[key] = jitted.lower(*types).compile(compiler_options=self._options)
             self.compile_seconds += time.perf_counter() - start
             self.compilations += 1
         return self._compiled[key]
@@ -61,16 +73,22 @@ class Programs:
         self._programs: dict[tuple, Program] = {}
 
     def on_model(
-        self, function: Callable[..., Any], *, donate: Sequence[int] = (), **static: Any
+        self,
+        function: Callable[..., Any],
+        *,
+        donate: Sequence[int] = (),
+        options: dict[str, str] | None = None,
+        **static: Any,
     ) -> Program:
         """``function(model, *args, **static)``; called with the model's arrays as first argument.
 
         Args:
           function: traced with a `Decoder`.
           donate: positions of donated arguments, the model being 0.
+          options: for the compiler.
           **static: hashable arguments that are part of the program.
         """
-        return self._get(self._model, function, donate, static)
+        return self._get(self._model, function, donate, static, options)
 
     def on_layer(
         self, function: Callable[..., Any], *, donate: Sequence[int] = (), **static: Any
@@ -90,6 +108,7 @@ class Programs:
         function: Callable[..., Any],
         donate: Sequence[int],
         static: dict[str, Any],
+        options: dict[str, str] | None = None,
     ) -> Program:
         key = (function, tuple(sorted(static.items(), key=lambda item: item[0])))
         if key not in self._programs:
@@ -100,7 +119,7 @@ class Programs:
                 return function(parameters.merge(args[0]), *args[1:], **static)
 
             run.__name__ = function.__name__
-            self._programs[key] = Program(run, donate=donate)
+            self._programs[key] = Program(run, donate=donate, options=options)
         return self._programs[key]
 
     @property
