@@ -75,6 +75,30 @@ def decode(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
+TRAINING_NOTES = (
+    "Random weights and tokens made on the device, bfloat16 backbone, float32 projections.  Peak "
+    "memory: bytes in use at most, weights included.  part/...: of a whole step, each timed in a "
+    "program of its own; loss_... contains teacher and two choices."
+)
+
+
+def training(arguments: argparse.Namespace) -> None:
+    from sparda_jax.evaluation import training_benchmark
+
+    rows = []
+    for name, workload in training_benchmark.workloads().items():
+        if arguments.only and not any(part in name for part in arguments.only):
+            continue
+        for row in training_benchmark.rows(name, workload, steps=arguments.steps, folder="unused"):
+            print(json.dumps(row.as_json()), flush=True)
+            rows.append(row)
+    if arguments.json:
+        command = shlex.join(["python", *sys.argv])
+        document = kernel_benchmarks.results_document(command, rows, TRAINING_NOTES, commit=COMMIT)
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -89,6 +113,11 @@ def main() -> None:
     command.add_argument("--context", type=int, default=3000, help="tokens of the long prompt")
     command.add_argument("--repetitions", type=int, default=3, help="timed runs of each mode")
     command.set_defaults(run=decode)
+    command = commands.add_parser("training", help="training of the Forecast, on a GPU")
+    command.add_argument("--json", type=pathlib.Path, help="write a results file")
+    command.add_argument("--only", nargs="*", help="shapes whose name contains one of these")
+    command.add_argument("--steps", type=int, default=3, help="timed steps")
+    command.set_defaults(run=training)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

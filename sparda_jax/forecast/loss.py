@@ -32,14 +32,12 @@ from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from pallas_kernels.teacher_scores import teacher_scores
 from sparda_jax.config import SparseConfig
+from sparda_jax.forecast.divergence import candidates, divergence, members
 from sparda_jax.forecast.projection import Forecast, project
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse.infllm_v2 import to_blocks
-from sparda_jax.typing import Array, Bool, Float, Int
-
-# Added to sums and put under logarithms, as in the public code.
-EPSILON = 1e-8
+from sparda_jax.typing import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +82,7 @@ class LossConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossOutput:
-    """Loss and what to watch beside it.
+    """Loss and what to watch beside it, by layer.
 
     Attributes:
         per_layer: KL per head and token of the projection that selects for layer l, nats.
@@ -201,7 +199,7 @@ def _over_layers(
         before = tuple(jnp.where(index == 0, normed, state) for state in before)
         tokens = (before[0], q, cos, sin)
         keys = k.transpose(0, 2, 1, 3)
-        losses, ids, gradient = _over_chunks(
+        losses, ids, gradient = chunked_losses(
             config, kernel, tokens, keys, with_gradient=with_gradient
         )
         kv = to_blocks(k, v, config.sparse.geometry.block_size)
@@ -213,7 +211,7 @@ def _over_layers(
     return out
 
 
-def _over_chunks(
+def chunked_losses(
     config: LossConfig,
     kernel: Float[Array, "D KH"],
     tokens: tuple[Array, ...],
@@ -233,8 +231,7 @@ def _over_chunks(
     """
     batch, heads, count, _ = keys.shape
     compressed = compress_keys(keys, config.sparse.geometry)
-    per_token = 4 * batch * heads * compressed.shape[2]
-    chunk = min(count, max(1, config.chunk_bytes // per_token))
+    chunk = chunk_tokens(config, keys)
     chunks = -(-count // chunk)
 
     def split(rows: Array) -> Array:
@@ -264,6 +261,13 @@ def _over_chunks(
     *losses, gradient = carry
     ids = jnp.moveaxis(ids, 0, 2).reshape(batch, heads, chunks * chunk, -1)[:, :, :count]
     return cast(Losses, tuple(losses)), ids, gradient
+
+
+def chunk_tokens(config: LossConfig, keys: Float[Array, "B K T H"]) -> int:
+    """Query tokens whose scores fit `chunk_bytes`."""
+    batch, heads, count, _ = keys.shape
+    per_token = 4 * batch * heads * config.sparse.geometry.num_compressed(count)
+    return min(count, max(1, config.chunk_bytes // per_token))
 
 
 def teacher(
@@ -314,62 +318,6 @@ def predict(
 ) -> Float[Array, "B K T C"]:
     """Raw scores of the visible windows, -inf elsewhere; float32."""
     return forecast_scores(forecast, compressed, jnp.minimum(visible, compressed.shape[2]))
-
-
-def members(ids: Int[Array, "B K T R"], num_blocks: int) -> Bool[Array, "B K T M"]:
-    """The selected blocks as a mask."""
-    # Lists first: one fused reduction, whose threads run along the blocks.
-    named = jnp.moveaxis(ids, -1, 0)[..., None]
-    return (named == jnp.arange(num_blocks, dtype=jnp.int32)).any(0)
-
-
-def candidates(
-    sparse: SparseConfig, chosen: Bool[Array, "B K T M"], positions: Int[Array, "B T"]
-) -> Bool[Array, "B K T M"]:
-    """Which chosen blocks no rule forced."""
-    own = (positions // sparse.geometry.block_size)[:, None, :, None]
-    block = lax.broadcasted_iota(jnp.int32, (1, 1, 1, chosen.shape[-1]), 3)
-    return chosen & (block >= sparse.init_blocks) & (block < own - sparse.local_blocks)
-
-
-def partition(
-    share: Float[Array, "B K T C"], free: Bool[Array, "B K T C"], slots: int
-) -> tuple[Float[Array, "B K T C"], Float[Array, "B K T 1"], Float[Array, "B K T 1"]]:
-    """What is put on the free windows, and on everything else together; each at least EPSILON.
-
-    Args:
-        share: weights of all windows; divided by their sum here.
-        free: windows of the free blocks.
-        slots: windows of a whole selection. The public code compares that many, of which those
-            that are not free hold EPSILON; so they count in the sum.
-
-    Returns:
-        Weights of the free windows (0 elsewhere), the rest, and the sum with all slots: what to
-        divide by.
-    """
-    share = share / (share.sum(-1, keepdims=True) + EPSILON)
-    inside = jnp.where(free, share, 0.0)
-    rest = share.sum(-1, keepdims=True) - inside.sum(-1, keepdims=True)
-    rest = jnp.maximum(jnp.maximum(rest, 0.0), EPSILON)
-    kept = jnp.where(free, jnp.maximum(share, EPSILON), 0.0)
-    empty = slots - free.sum(-1, keepdims=True, dtype=jnp.float32)
-    return kept, rest, kept.sum(-1, keepdims=True) + rest + empty * EPSILON
-
-
-def divergence(
-    target: Float[Array, "B K T C"],
-    share: Float[Array, "B K T C"],
-    free: Bool[Array, "B K T C"],
-    slots: int,
-) -> Float[Array, "B K T"]:
-    """KL(target || share) over the free windows and the rest; see `partition` for the arguments."""
-    wanted, wanted_rest, wanted_sum = partition(target, free, slots)
-    got, got_rest, got_sum = partition(share, free, slots)
-    log = lambda kept: jnp.log(jnp.where(free, kept, 1.0))
-    inside = (wanted * (log(wanted) - log(got))).sum(-1, keepdims=True)
-    rest = wanted_rest * (jnp.log(wanted_rest) - jnp.log(got_rest))
-    out = (inside + rest) / wanted_sum + jnp.log(got_sum) - jnp.log(wanted_sum)
-    return out[..., 0]
 
 
 def _chunk_loss(

@@ -160,7 +160,7 @@ class Trainer:
         rows = self.held_out.tokens[: self.config.eval_windows]
         total = np.zeros((3, self.model.config.num_layers))
         for row in rows:
-            output = evaluate_window(self.model, state.params, row[None], **self._static)
+            output = evaluate_window(self.model, state.params, row[None], **self.static)
             total += np.stack([output.per_layer, output.free, output.recalled])
         loss, free, recalled = total
         return {
@@ -172,8 +172,8 @@ class Trainer:
 
     def plan(self) -> dict[str, float]:
         """What a run needs, from the compiled step and one timed step; nothing is written."""
-        state, tokens = self.start(), self._tokens(0)
-        compiled = train_step.lower(self.model, state, tokens, **self._static).compile()
+        state, tokens = self.start(), self.batch(0)
+        compiled = train_step.lower(self.model, state, tokens, **self.static).compile()
         memory: Any = compiled.memory_analysis()
         state, metrics = compiled(self.model, state, tokens)
         jax.block_until_ready(metrics)
@@ -190,10 +190,11 @@ class Trainer:
         }
 
     def _step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, Array]]:
-        return train_step(self.model, state, self._tokens(step), **self._static)
+        return train_step(self.model, state, self.batch(step), **self.static)
 
     @property
-    def _static(self) -> dict[str, Any]:
+    def static(self) -> dict[str, Any]:
+        """Static arguments of the compiled programs."""
         return {"config": self.config, "graph": self.graph, "mesh": self.mesh}
 
     def start(self) -> TrainState:
@@ -201,7 +202,8 @@ class Trainer:
         state = initial_state(self.model, self.config)
         return jax.device_put(state, NamedSharding(self.mesh, P()))
 
-    def _tokens(self, step: int) -> Array:
+    def batch(self, step: int) -> Array:
+        """The windows of a step, `int32[A, B, T]`, on the devices."""
         config = self.config
         rows = batch_at(self.train, step, config.batch, config.seed)
         rows = rows.reshape(-1, config.micro_batch * self.mesh.size, rows.shape[1])

@@ -11,6 +11,13 @@ from flax import nnx
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
 from sparda_jax.forecast import loss as loss_module
+from sparda_jax.forecast.divergence import (
+    EPSILON,
+    candidates,
+    divergence,
+    members,
+    partition,
+)
 from sparda_jax.forecast.loss import LossConfig, forecast_loss
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models import Decoder
@@ -75,13 +82,13 @@ def test_equals_published_parts(load_case, name):
         scores = loss_module.predict(queries, compressed, visible)
         share = jax.nn.softmax(scores / np.sqrt(q.shape[-1]), axis=-1)
         blocks = -(-tokens.shape[1] // sparse.geometry.block_size)
-        chosen = loss_module.members(ids, blocks)
-        free = loss_module.candidates(sparse, chosen, positions)
+        chosen = members(ids, blocks)
+        free = candidates(sparse, chosen, positions)
         per_block = sparse.geometry.strides_per_block
         windows = jnp.repeat(free, per_block, axis=-1)[..., : share.shape[-1]]
         slots = ids.shape[-1] * per_block
-        parts = [loss_module.partition(x, windows, slots) for x in (target, share)]
-        kl = loss_module.divergence(target, share, windows, slots).sum((1, 2))
+        parts = [partition(x, windows, slots) for x in (target, share)]
+        kl = divergence(target, share, windows, slots).sum((1, 2))
     aligned = a.get(f"layer{index}.teacher_aligned")
     aligned = a[f"layer{index}.teacher_fine"] if aligned is None else aligned
     np.testing.assert_allclose(target, aligned, **SHARE)
@@ -104,7 +111,7 @@ def in_slots(ids, sparse, kept, rest, total):
     window = np.repeat(np.asarray(ids) * per_block, per_block, axis=-1)
     window = window + np.tile(np.arange(per_block), ids.shape[-1])
     inside = np.take_along_axis(kept, np.clip(window, 0, kept.shape[-1] - 1), axis=-1)
-    inside = np.maximum(np.where(window < 0, 0, inside), loss_module.EPSILON)
+    inside = np.maximum(np.where(window < 0, 0, inside), EPSILON)
     return np.concatenate([inside, rest], axis=-1) / total
 
 
