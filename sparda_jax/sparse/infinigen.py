@@ -5,17 +5,15 @@ partial key cache, E of H channels, that stays on the device (InfiniGen, as Spar
 spec/sparda.md, sec. 7). Layer 0 selects by its own queries.
 
     score[k, t, s] = sum over the G heads n of group k of q~[t, n] . k~[s] / sqrt(E)
-    q~ = q A[k],   k~ = k Y[k],   A Y^T = I at E = H
+    q~ = q A[k],   k~ = k A[k],   A^T A = 1
 
-Which E channels are worth keeping is a matter of the pair (q, k), not of either alone. A token's
-score depends on the sum of its group's queries only, and a term that all tokens share orders none
-of them; so with X = E[q q^T] over summed queries and Z = Cov(k) over keys, the E channels that lose
-least of q.k on average come from the singular value decomposition
-
-    X^(1/2)T Z^(1/2) = W diag(sigma) V^T,   lost = sum of sigma_i^2 over i >= E
-
-(Eckart and Young), in the coordinates where X and Z are both diag(sigma): balanced truncation.
-InfiniGen's own skewing is the special case of an orthogonal A = Y.
+A token's score depends on the sum of its group's queries only, and a term that all tokens share
+orders none of them. So A is calibrated on summed queries and centred keys of real text: the right
+singular vectors of both stacked, each scaled to the same total variance, E largest first. Without
+that scale the keys, which are longer, decide alone. Attention mass of the free blocks over the
+oracle's, default model, E = 16 of 64, two held-out texts of 3072 tokens, CPU: 0.932; of queries
+alone 0.924, of keys alone 0.897, of single heads' queries 0.931; the rank-E factors that lose least
+of q.k on average (balanced truncation, A not orthogonal) 0.926; all 64 channels 0.950.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.block_selection import Selection
-from pallas_kernels.block_selection.reference import choose_blocks
+from pallas_kernels.block_selection import Selection, choose_blocks
 from pallas_kernels.chunking import map_chunks
 from sparda_jax.config import SparseConfig
 from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
@@ -41,23 +38,9 @@ from sparda_jax.typing import Array, Bool, Float, Int
 CHUNK_BYTES = 64 << 20
 # Fewer calibration tokens than this per channel leave the second moments to chance.
 TOKENS_PER_CHANNEL = 8
-# Added to the second moments' diagonals, relative to its mean: keeps channels that no text moves
-# (RoPE's slowest pairs, after centring) from being divided by zero.
-RIDGE = 1e-6
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Skew:
-    """Change of coordinates of one layer, the E channels that carry most of q.k first.
-
-    Attributes:
-        query: A, float32.
-        key: Y, float32.
-    """
-
-    query: Float[Array, "K H E"]
-    key: Float[Array, "K H E"]
+# A of one layer: float32[K, H, E], orthonormal columns, the channels that matter most first.
+Skew = Array
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +57,7 @@ class InfiniGen:
     @property
     def channels(self) -> int:
         """E."""
-        return self.layers[0].key.shape[2]
+        return int(self.layers[0].shape[2])
 
 
 def calibrate(
@@ -118,7 +101,7 @@ def calibrate(
     x, layers = model.embed(tokens), []
     for layer in model.layers:
         x, (query, key) = run(layer, x, cos, sin)
-        layers.append(balanced_skew(np.asarray(query), np.asarray(key), channels))
+        layers.append(orthogonal_skew(np.asarray(query), np.asarray(key), channels))
     return InfiniGen(tuple(layers))
 
 
@@ -155,33 +138,23 @@ def layer_moments(
     return x, (query, key - total[:, :, None] * total[:, None, :])
 
 
-def balanced_skew(
+def orthogonal_skew(
     query: Float[np.ndarray, "K H H"], key: Float[np.ndarray, "K H H"], channels: int
 ) -> Skew:
-    """The E channels of every head that lose least of q.k on average; see the module.
+    """The E directions of every head along which queries and keys vary most; see the module.
 
     Args:
-        query: E[q q^T].
+        query: E[q q^T] of summed queries.
         key: Cov(k).
         channels: E.
     """
-    skews = [_balance(x, z) for x, z in zip(query, key, strict=True)]
-    parts = (np.stack(side)[:, :, :channels] for side in zip(*skews, strict=True))
-    return Skew(*(jnp.asarray(part, jnp.float32) for part in parts))
-
-
-def _balance(
-    query: Float[np.ndarray, "H H"], key: Float[np.ndarray, "H H"]
-) -> tuple[np.ndarray, np.ndarray]:
-    """A and Y with A^T X A = Y^T Z Y = diag(sigma), descending, and A Y^T = I; float64."""
-    roots = []
-    for moment in (query, key):
-        moment = moment.astype(np.float64)
-        ridge = RIDGE * max(np.trace(moment) / len(moment), np.finfo(np.float32).tiny)
-        roots.append(np.linalg.cholesky(moment + ridge * np.eye(len(moment))))
-    left, sigma, right = np.linalg.svd(roots[0].T @ roots[1])
-    scale = sigma**-0.5
-    return roots[1] @ right.T * scale, roots[0] @ left * scale
+    # The right singular vectors of stacked rows are the eigenvectors of the sum of their moments.
+    total = sum(
+        moment.astype(np.float64) / np.trace(moment, axis1=1, axis2=2)[:, None, None]
+        for moment in (query, key)
+    )
+    _, vectors = np.linalg.eigh(total)  # ascending
+    return jnp.asarray(vectors[:, :, ::-1][:, :, :channels], jnp.float32)
 
 
 def group_sum(q: Float[Array, "B T N E"], num_kv_heads: int) -> Float[Array, "B T K E"]:
@@ -190,13 +163,13 @@ def group_sum(q: Float[Array, "B T N E"], num_kv_heads: int) -> Float[Array, "B 
 
 
 def partial_keys(k: Float[Array, "B K S H"], skew: Skew) -> Float[Array, "B K S E"]:
-    """`k Y`, in the dtype of the keys: what is cached on the device.
+    """`k A`, in the dtype of the keys: what is cached on the device.
 
     Args:
         k: keys after RoPE.
         skew: of the keys' own layer.
     """
-    return jnp.einsum("bksh,khe->bkse", k.astype(jnp.float32), skew.key).astype(k.dtype)
+    return jnp.einsum("bksh,khe->bkse", k.astype(jnp.float32), skew).astype(k.dtype)
 
 
 def speculate(
@@ -217,8 +190,8 @@ def speculate(
     """
     q = next_layer.query(normed, cos, sin)
     batch, count, heads, width = q.shape
-    groups = q.astype(jnp.float32).reshape(batch, count, skew.query.shape[0], -1, width)
-    out = jnp.einsum("btkgh,khe->btkge", groups, skew.query)
+    groups = q.astype(jnp.float32).reshape(batch, count, skew.shape[0], -1, width)
+    out = jnp.einsum("btkgh,khe->btkge", groups, skew)
     return out.reshape(batch, count, heads, -1).astype(q.dtype)
 
 

@@ -1,4 +1,4 @@
-"""InfiniGen: the skew loses the least possible, and selection is what numpy says it is."""
+"""InfiniGen: the skew is what it claims to be, and selection is what numpy says it is."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from sparda_jax.models import Decoder
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse import infinigen
 from sparda_jax.sparse.infinigen import (
-    balanced_skew,
     calibrate,
+    orthogonal_skew,
     partial_keys,
     select_infinigen,
     speculate,
@@ -64,34 +64,18 @@ def queries_and_keys(model, tokens):
     return out, (cos, sin)
 
 
-def moment(rng, size):
-    """A second moment with a few strong directions, as queries and keys have."""
-    rows = (
-        rng.normal(size=(200, size))
-        @ np.diag(2.0 ** -np.arange(size))
-        @ rng.normal(size=(size, size))
-    )
-    return rows.T @ rows / 200
-
-
-def test_the_kept_channels_lose_the_least_possible():
+def test_skews_are_the_singular_vectors_of_stacked_rows():
     rng = np.random.default_rng(1)
-    x, z = (np.stack([moment(rng, 8) for _ in range(2)]) for _ in range(2))
-    for channels in (1, 3, 8):
-        skew = balanced_skew(x, z, channels)
-        for head in range(2):
-            a, y = (np.asarray(side[head], np.float64) for side in (skew.query, skew.key))
-            rest = np.eye(8) - a @ y.T
-            lost = np.trace(x[head] @ rest @ z[head] @ rest.T)
-            # sigma^2 are the eigenvalues of X Z, whatever roots were taken.
-            sigma2 = np.sort(np.linalg.eigvals(x[head] @ z[head]).real)[::-1]
-            whole = sigma2.sum()
-            np.testing.assert_allclose(lost, sigma2[channels:].sum(), atol=1e-4 * whole)
-            # Orthogonal skews, InfiniGen's own form, cannot do better.
-            for basis in (np.linalg.svd(x[head])[0], np.linalg.svd(z[head])[0]):
-                basis = basis[:, :channels]
-                other = np.eye(8) - basis @ basis.T
-                assert lost <= np.trace(x[head] @ other @ z[head] @ other.T) + 1e-4 * whole
+    rows = lambda scale: rng.normal(size=(2, 200, 8)) * scale @ rng.normal(size=(2, 8, 8))
+    q, k = rows(2.0 ** -np.arange(8)), 50 * rows(1.5 ** -np.arange(8))
+    moments = (np.einsum("kth,kti->khi", x, x) / 200 for x in (q, k))
+    skew = np.asarray(orthogonal_skew(*moments, 3))
+    for head in range(2):
+        # Long keys count no more than queries.
+        stack = np.concatenate([x[head] / np.linalg.norm(x[head]) for x in (q, k)])
+        expected = np.linalg.svd(stack)[2][:3].T
+        np.testing.assert_allclose(np.abs((expected * skew[head]).sum(0)), 1, atol=1e-5)
+        np.testing.assert_allclose(skew[head].T @ skew[head], np.eye(3), atol=1e-5)
 
 
 def test_calibration_takes_the_moments_of_all_tokens(model):
@@ -105,10 +89,10 @@ def test_calibration_takes_the_moments_of_all_tokens(model):
         k = np.concatenate([row[layer][2] for row in rows])
         x = np.stack([q[:, head].T @ q[:, head] / 120 for head in range(2)])
         z = np.stack([np.cov(k[:, head].T, bias=True) for head in range(2)])
-        expected = balanced_skew(x, z, 4)
+        expected = orthogonal_skew(x, z, 4)
         # The product does not depend on the signs of singular vectors.
         for ours, theirs in zip(
-            *(np.einsum("khe,kie->khi", s.query, s.key) for s in (got.layers[layer], expected)),
+            *(np.einsum("khe,kie->khi", s, s) for s in (got.layers[layer], expected)),
             strict=True,
         ):
             assert np.linalg.norm(ours - theirs) < 2e-3 * np.linalg.norm(theirs)
@@ -179,12 +163,12 @@ def test_all_channels_are_the_exact_scores(model):
 def test_the_next_layer_is_asked(model):
     rng = np.random.default_rng(6)
     normed = jnp.asarray(rng.normal(size=(1, 5, 24)), jnp.float32)
-    skew = balanced_skew(*(np.stack([moment(rng, 8)] * 2) for _ in range(2)), 3)
+    skew = jnp.asarray(rng.normal(size=(2, 8, 3)), jnp.float32)
     layer, other = model.layers[1], model.layers[2]
     cos, sin = rope_at(CONFIG.rope, jnp.arange(5)[None], 256)
     got = speculate(layer, skew, normed, cos, sin)
     q = np.asarray(layer.query(normed, cos, sin))
-    expected = np.einsum("tkgh,khe->tkge", q[0].reshape(5, 2, 3, 8), skew.query).reshape(5, 6, 3)
+    expected = np.einsum("tkgh,khe->tkge", q[0].reshape(5, 2, 3, 8), skew).reshape(5, 6, 3)
     np.testing.assert_allclose(got[0], expected, rtol=1e-4, atol=1e-4)
     assert not np.allclose(got, speculate(other, skew, normed, cos, sin), atol=1e-2)
 
