@@ -1,6 +1,6 @@
 """Copies of KV blocks between a pool, on the host or the device, and device slots."""
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels import dispatch, layout
 from pallas_kernels.block_fetch import reference
@@ -8,16 +8,19 @@ from pallas_kernels.dispatch import Implementation
 
 
 def fetch_blocks(
-    pool: Float[Array, "X 2 P H"],
+    pool: Num[Array, "X 2 P H"],
     slots: Float[Array, "Y 2 P H"],
     source: Int32[Array, " A"],
     target: Int32[Array, " A"],
     count: Int32[Array, ""],
     *,
+    pool_scales: Float32[Array, "X 2"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "Y 2 P H"]:
     """Copies ``pool[source[i]]`` to ``slots[target[i]]`` for ``i < count``.
 
+    With ``pool_scales`` the pool is quantised and ``slots[target[i], j]`` becomes
+    ``pool[source[i], j] * pool_scales[source[i], j]``, rounded to the dtype of the slots.
     Slots that are not named keep their contents.  Meant for use inside a jit in which
     ``slots`` is donated or a loop carry: then the update is in place.
 
@@ -27,6 +30,7 @@ def fetch_blocks(
         source: runs to read, valid below ``count``.
         target: slots to write, valid and distinct below ``count``.
         count: number of copies, on the device; at most A.
+        pool_scales: of the keys and the values of each run, in device memory.
         implementation: "auto", "mosaic" or "xla".
 
     Returns:
@@ -42,8 +46,10 @@ def fetch_blocks(
         ("source", source, "A"),
         ("target", target, "A"),
         ("count", count, ""),
+        ("pool_scales", pool_scales, "X 2"),
     )
-    _check_dtypes("slots", slots, pool)
+    if pool_scales is None:
+        _check_dtypes("slots", slots, pool)
     return dispatch.run(
         "block_fetch",
         implementation,
@@ -53,6 +59,7 @@ def fetch_blocks(
         source,
         target,
         count,
+        pool_scales=pool_scales,
     )
 
 

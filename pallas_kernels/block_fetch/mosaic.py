@@ -21,8 +21,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
+from pallas_kernels.block_fetch import mosaic_quantised
 from pallas_kernels.block_fetch.tuning import SHARED_BYTES, FetchConfig, fetch_config
 
 # Bulk copies move multiples of 16 bytes.
@@ -33,36 +34,48 @@ _LOAD_CTAS = 16
 
 
 def fetch_blocks(
-    pool: Float[Array, "X 2 P H"],
+    pool: Num[Array, "X 2 P H"],
     slots: Float[Array, "Y 2 P H"],
     source: Int32[Array, " A"],
     target: Int32[Array, " A"],
     count: Int32[Array, ""],
     *,
+    pool_scales: Float32[Array, "X 2"] | None = None,
     config: FetchConfig | None = None,
 ) -> Float[Array, "Y 2 P H"]:
     """See ``block_fetch.api.fetch_blocks``; ``config`` overrides the launch shape.
 
     Raises:
         NotImplementedError: a run that is no multiple of 16 bytes or larger than shared
-            memory; for a ``<host>``-typed pool, a run that is no multiple of 128 elements.
+            memory; for a ``<host>``-typed or quantised pool, a run (or its keys) that is no
+            multiple of 128 elements.
     """
     if source.shape[0] == 0:
         return slots
-    run = pool.shape[1:]
-    if is_host_typed(pool):
-        kernel = _register_fetch(run, pool.dtype, source.shape[0])
-    else:
+    run, on_host = pool.shape[1:], is_host_typed(pool)
+    if not on_host:
         config = config or fetch_config(_run_bytes(pool), source.shape[0])
         _check_ring(pool, config)
-        kernel = _ring_fetch(run, pool.dtype, config)
-    count = lax.reshape(count, (1,))
-    if is_host_typed(pool):
+    operands = [pool, source, target, lax.reshape(count, (1,))]
+    if pool_scales is not None:
+        operands.insert(1, pool_scales)
+    kernel: Callable[..., None]
+    match config if not on_host else None, pool_scales is not None:
+        case None, False:
+            kernel = _register_fetch(run, pool.dtype, source.shape[0])
+        case None, True:
+            ctas = min(_LOAD_CTAS, source.shape[0])
+            kernel = mosaic_quantised.register_fetch(run, slots.dtype, ctas)
+        case FetchConfig() as launch, False:
+            kernel = _ring_fetch(run, pool.dtype, launch)
+        case FetchConfig() as launch, True:
+            kernel = mosaic_quantised.ring_fetch(run, pool.dtype, slots.dtype, launch)
+    if on_host:
         # ``run_state`` would make a reference of the pool, which JAX refuses in host memory.
         slots_ref = jax.new_ref(slots)
-        kernel(pool, source, target, count, slots_ref)
+        kernel(*operands, slots_ref)
         return jax.freeze(slots_ref)
-    return _updated(slots, lambda ref: kernel(pool, source, target, count, ref))
+    return _updated(slots, lambda ref: kernel(*operands, ref))
 
 
 def write_blocks(

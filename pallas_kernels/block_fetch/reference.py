@@ -7,21 +7,26 @@ A gather from host memory does not trace, and where it is forced XLA runs it on 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 
 def fetch_blocks(
-    pool: Float[Array, "X 2 P H"],
+    pool: Num[Array, "X 2 P H"],
     slots: Float[Array, "Y 2 P H"],
     source: Int32[Array, " A"],
     target: Int32[Array, " A"],
     count: Int32[Array, ""],
+    *,
+    pool_scales: Float32[Array, "X 2"] | None,
 ) -> Float[Array, "Y 2 P H"]:
     """See ``pallas_kernels.block_fetch.fetch_blocks``."""
 
     def copy(i: Array, slots: Array) -> Array:
         run = lax.dynamic_index_in_dim(pool, _at(source, i), 0)
         run = jax.device_put(run, jax.memory.Space.Device)
+        if pool_scales is not None:
+            scales = lax.dynamic_index_in_dim(pool_scales, _at(source, i), 0)
+            run = (run.astype(jnp.float32) * scales[..., None, None]).astype(slots.dtype)
         return lax.dynamic_update_index_in_dim(slots, run, _at(target, i), 0)
 
     return lax.fori_loop(0, count, copy, slots)

@@ -8,10 +8,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import interpret
 from pallas_kernels.pool_attention import mosaic_block, mosaic_rows, mosaic_tiles
+from pallas_kernels.pool_attention.reference import QUANTISED
 from pallas_kernels.pool_attention.tuning import SHARED_BYTES, RowsConfig, splits_for
 
 _BLOCK_SIZES = (16, 32, 64, 128)
@@ -29,6 +30,7 @@ def pool_attention(
     *,
     slot_bias: Float[Array, "B K Z P"] | None,
     tail_bias: Float[Array, "B K E"] | None,
+    slot_scales: Float32[Array, "B K Z 2"] | None,
     scale: float,
     return_lse: bool,
     config: RowsConfig | None = None,
@@ -36,7 +38,8 @@ def pool_attention(
     """See ``pool_attention.api.pool_attention``; ``config`` overrides the launch for few rows.
 
     Raises:
-        NotImplementedError: P, H or dtype that the kernels do not serve.
+        NotImplementedError: P, H or dtype that the kernels do not serve; quantised slots with more
+            than 64 rows (T*G) or queries that are not bfloat16.
     """
     _check(q, slots, tail)
     return _attend(
@@ -47,6 +50,7 @@ def pool_attention(
         tail_mask,
         slot_bias,
         tail_bias,
+        slot_scales,
         scale=scale,
         return_lse=return_lse,
         config=config,
@@ -64,6 +68,7 @@ def _attend(
     tail_mask: Array,
     slot_bias: Array | None,
     tail_bias: Array | None,
+    slot_scales: Array | None,
     *,
     scale: float,
     return_lse: bool,
@@ -87,7 +92,8 @@ def _attend(
         block_size=slots.shape[4],
         selected=slot_ids.shape[2],
         tail=0,
-        dtype=slots.dtype,
+        dtype=q.dtype,
+        slot_dtype=slots.dtype,
         slot_bias=slot_bias is not None,
         row_mask=t > 1 and tail.shape[3] > 0,
     )
@@ -98,6 +104,11 @@ def _attend(
         operands.append(row_bias)
     if slot_bias is not None:
         operands.append(_named_bias(shape, slot_bias, slot_ids))
+    if slot_scales is not None:
+        scales = jnp.take_along_axis(slot_scales, jnp.maximum(slot_ids, 0)[..., None], axis=2)
+        # Whatever stands in the place of no slot times a weight of 0 must be 0.
+        scales = jnp.where(slot_ids[..., None] >= 0, scales, 0.0)
+        operands.append(jnp.swapaxes(scales, 2, 3))
     run = _attend_few if few else _attend_many
     out, lse = run(shape, operands, scale, config, simulated)
     out = _ungroup(out[:, :, :rows], t).astype(q.dtype)
@@ -109,11 +120,16 @@ def _check(q: Array, slots: Array, tail: Array) -> None:
         raise NotImplementedError(f"blocks of {slots.shape[4]} tokens, not one of {_BLOCK_SIZES}")
     if slots.shape[5] not in _HEAD_DIMS:
         raise NotImplementedError(f"head dim {slots.shape[5]} is not one of {_HEAD_DIMS}")
-    if slots.dtype not in _DTYPES:
-        raise NotImplementedError(f"slots of {slots.dtype}, not bfloat16 or float16")
-    if q.dtype != slots.dtype or tail.dtype != slots.dtype:
+    if q.dtype not in _DTYPES or tail.dtype != q.dtype:
+        raise NotImplementedError(f"queries {q.dtype} and tail {tail.dtype}, not one of {_DTYPES}")
+    if slots.dtype == q.dtype:
+        return
+    if slots.dtype not in QUANTISED:
+        raise NotImplementedError(f"slots of {slots.dtype} with queries of {q.dtype}")
+    rows = q.shape[1] * q.shape[2] // slots.shape[1]
+    if q.dtype != jnp.bfloat16 or rows > mosaic_tiles.ROWS:
         raise NotImplementedError(
-            f"queries {q.dtype} and tail {tail.dtype} differ from the slots' dtype {slots.dtype}"
+            f"quantised slots with {rows} rows of {q.dtype}, only {mosaic_tiles.ROWS} of bfloat16"
         )
 
 

@@ -50,7 +50,7 @@ def build(
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         wg = lax.axis_index("wg")
         operands = tiles.select(
-            batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias
+            batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias, None
         )
         ring = tiles.Ring(keys, values, columns, landed, tail_landed)
 

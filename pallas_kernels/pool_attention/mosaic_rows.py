@@ -8,6 +8,7 @@ A wgmma has 64 rows although T*G may be 1: the padding costs tensor-core time th
 bound by memory has to spare.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -44,15 +45,18 @@ def build(
 
     Returns:
         Function (q [B,K,rows,H], slots, slot_ids, tail [B,K,2,E,H], tail_columns [B,KB,E], then
-        tail_rows [B,1,64,E] and slot_bias [B,K,steps*TOK] where the shape has them) to
+        tail_rows [B,1,64,E], slot_bias [B,K,steps*TOK] and slot_scales [B,K,2,R], of the named
+        slots, where the shape has them) to
         (out [B,K,rows,H], lse [B,K,64]; partial results if there are several splits).
     """
     units = splits * WARPGROUPS
 
     def pool_attention_rows(q, slots, slot_ids, tail, tail_columns, *refs):
+        wg = lax.axis_index("wg")
         rest = list(refs)
         tail_rows = rest.pop(0) if shape.row_mask else None
         slot_bias = rest.pop(0) if shape.slot_bias else None
+        slot_scales = rest.pop(0) if shape.quantised else None
         out, lse, *rest = rest
         partial: Any = rest.pop(0) if splits > 1 else None
         statistics: Any = rest.pop(0) if splits > 1 else None
@@ -60,12 +64,13 @@ def build(
         q_landed, landed, tail_landed, finished, merged, *barriers = barriers
         other = (other_acc, *other_rows)
         arrived: Any = barriers.pop(0) if splits > 1 else None
-        staging = barriers
+        wide_keys: Any = barriers.pop(0).at[wg] if shape.quantised else None
+        wide_values: Any = barriers.pop(0).at[wg] if shape.quantised else None
+        stage_to = barriers.pop(0).at[wg] if barriers else None
         batch, head = lax.axis_index("batch"), lax.axis_index("head")
         split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
-        wg = lax.axis_index("wg")
         operands = tiles.select(
-            batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias
+            batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias, slot_scales
         )
         first = wg * stages
         ring = tiles.Ring(
@@ -75,14 +80,23 @@ def build(
             _Offset(landed, first),
             _Offset(tail_landed, first),
         )
-        stage_to = staging[0].at[wg] if staging else None
+        # The tail is not quantised: then it takes the place of a widened tile.
+        tail_ring = ring
+        if shape.quantised:
+            tail_ring = dataclasses.replace(
+                ring, keys=_Stages(wide_keys), values=_Stages(wide_values)
+            )
         unit = split * WARPGROUPS + wg
         main = lax.div(shape.steps - unit + (units - 1), units)
         # The last unit has the fewest slots to attend, so it takes the tail.
         total = main + (unit == units - 1).astype(jnp.int32) * shape.tail_tiles
 
-        def step_ids(j):
-            return tiles.step_slots(shape, operands, j * units + unit)
+        def step_lists(j):
+            step = j * units + unit
+            return (
+                tiles.step_slots(shape, operands, step),
+                tiles.step_scales(shape, operands, step),
+            )
 
         def load(j, ids):
             stage = lax.rem(j, stages)
@@ -91,11 +105,11 @@ def build(
             def _slots():
                 tiles.load_slots(shape, operands, ring, stage, j * units + unit, ids)
 
-            if shape.tail_tiles:
+            if shape.tail_tiles and not shape.quantised:
 
                 @pl.when((j >= main) & (j < total))
                 def _tail():
-                    tiles.load_tail(shape, operands, ring, stage, j - main)
+                    tiles.load_tail(shape, operands, tail_ring, stage, j - main)
 
         @pl.when(wg == 0)
         def _load_q():
@@ -103,36 +117,45 @@ def build(
 
         # Ids are read one step before their copy starts: a load from global memory takes as
         # long as a quarter of a tile's arithmetic.
-        ahead = tuple(step_ids(jnp.int32(j)) for j in range(stages + 1))
+        ahead = tuple(step_lists(jnp.int32(j)) for j in range(stages + 1))
         for j in range(stages):
-            load(jnp.int32(j), ahead[j])
+            load(jnp.int32(j), ahead[j][0])
         plgpu.barrier_wait(q_landed)
 
         def slot_step(j, state):
             carry, ahead = state
-            ids, stage = ahead[0], lax.rem(j, stages)
-            next_ids = step_ids(j + (stages + 1))
+            (ids, scales), stage = ahead[0], lax.rem(j, stages)
+            upcoming = step_lists(j + (stages + 1))
 
             def attend(*carry):
                 plgpu.barrier_wait(ring.landed.at[stage])
+                tile_keys, tile_values = ring.keys.at[stage], ring.values.at[stage]
+                if shape.quantised:
+                    tiles.widen(tile_keys, wide_keys)
+                    tiles.widen(tile_values, wide_values)
+                    plgpu.commit_smem()
+                    tile_keys, tile_values = wide_keys, wide_values
                 return tiles.attend(
                     q_tile,
-                    ring.keys.at[stage],
-                    ring.values.at[stage],
+                    tile_keys,
+                    tile_values,
                     carry,
                     scale=scale,
                     columns=tiles.slot_columns(shape, ring, stage, ids),
+                    scales=scales and tuple(tiles.by_token(shape, each) for each in scales),
                     staging=stage_to,
                 )
 
             carry = lax.cond(tiles.named(ids), attend, lambda *carry: carry, *carry)
-            load(j + stages, ahead[stages])
-            return carry, (*ahead[1:], next_ids)
+            load(j + stages, ahead[stages][0])
+            return carry, (*ahead[1:], upcoming)
 
         def tail_step(j, carry):
             stage = lax.rem(j, stages)
+            if shape.quantised:
+                tiles.load_tail(shape, operands, tail_ring, stage, j - main)
             plgpu.barrier_wait(ring.tail_landed.at[stage])
-            tiles.clear_unseen_values(ring, stage)
+            tiles.clear_unseen_values(tail_ring, stage)
             rows = None
             if shape.row_mask:
                 at = pl.ds((j - main) * shape.tile_tokens, shape.tile_tokens)
@@ -141,8 +164,8 @@ def build(
                 )
             carry = tiles.attend(
                 q_tile,
-                ring.keys.at[stage],
-                ring.values.at[stage],
+                tail_ring.keys.at[stage],
+                tail_ring.values.at[stage],
                 carry,
                 scale=scale,
                 columns=plgpu.load(ring.columns.at[stage], layout=tiles.BY_COLUMN),
@@ -294,10 +317,26 @@ def _merge_layout(head_dim: int) -> Any:
 
 def shared_bytes(shape: tiles.Shape, stages: int) -> int:
     """Shared memory of one thread block, without the simulator's staging buffer."""
-    item, h = jnp.dtype(shape.dtype).itemsize, shape.head_dim
-    tiles_bytes = max(WARPGROUPS * stages * shape.tile_tokens * 2 * h * item, tiles.ROWS * h * 4)
-    columns = WARPGROUPS * stages * shape.tile_tokens * 4
-    return tiles_bytes + columns + tiles.ROWS * h * item + 4096
+    item, slot_item = (jnp.dtype(each).itemsize for each in (shape.dtype, shape.slot_dtype))
+    h, tokens = shape.head_dim, WARPGROUPS * shape.tile_tokens
+    ring = max(stages * tokens * 2 * h * slot_item, tiles.ROWS * h * 4)
+    wide = tokens * 2 * h * item if shape.quantised else 0
+    return ring + stages * tokens * 4 + wide + tiles.ROWS * h * item + 4096
+
+
+class _Stages:
+    """One buffer in the place of a ring of them."""
+
+    def __init__(self, ref: Any) -> None:
+        self._ref = ref
+
+    @property
+    def at(self) -> "_Stages":
+        return self
+
+    def __getitem__(self, stage: jax.Array) -> Any:
+        del stage
+        return self._ref
 
 
 class _Offset:
@@ -318,7 +357,8 @@ def _scratch(shape: tiles.Shape, splits: int, stages: int, stage_weights: bool) 
     tok, h, dtype = shape.tile_tokens, shape.head_dim, shape.dtype
     rows, single = tiles.ROWS, jnp.float32
     ring = (WARPGROUPS, stages, tok)
-    keys = plgpu.SMEM((*ring, h), dtype, transforms=tiles.swizzled(dtype))
+    keys = plgpu.SMEM((*ring, h), shape.slot_dtype, transforms=tiles.swizzled(shape.slot_dtype, h))
+    wide = plgpu.SMEM((WARPGROUPS, tok, h), dtype, transforms=tiles.swizzled(dtype))
     scratch = [
         plgpu.SMEM((rows, h), dtype, transforms=tiles.swizzled(dtype)),
         # What one warpgroup hands to the other needs no memory of its own, so that one more
@@ -336,6 +376,8 @@ def _scratch(shape: tiles.Shape, splits: int, stages: int, stage_weights: bool) 
     ]
     if splits > 1:
         scratch.append(plgpu.ClusterBarrier(collective_axes=("split",)))
+    if shape.quantised:
+        scratch += [wide, wide]
     if stage_weights:
         scratch.append(plgpu.SMEM((WARPGROUPS, rows, tok), dtype, transforms=tiles.swizzled(dtype)))
     return scratch

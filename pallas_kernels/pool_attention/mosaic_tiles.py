@@ -27,10 +27,11 @@ BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def swizzled(dtype: jnp.dtype) -> tuple[Any, ...]:
-    """Shared-memory layout of wgmma operands, 128 bytes per swizzled row."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+def swizzled(dtype: jnp.dtype, columns: int | None = None) -> tuple[Any, ...]:
+    """Shared-memory layout of wgmma operands: rows of 128 bytes, or what ``columns`` take."""
+    item = jnp.dtype(dtype).itemsize
+    row = min(128, columns * item if columns else 128)
+    return (plgpu.TilingTransform((8, row // item)), plgpu.SwizzleTransform(row))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Shape:
         tail: tail tokens, a multiple of ``tile_tokens``.
         slot_bias: whether there is a bias per token of the named slots.
         row_mask: whether every query row has its own tail mask ([64 or rows, E]).
+        slot_dtype: dtype of the slots, that of the rest unless they are quantised.
     """
 
     batch: int
@@ -54,6 +56,12 @@ class Shape:
     dtype: jnp.dtype
     slot_bias: bool
     row_mask: bool
+    slot_dtype: jnp.dtype
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the slots are quantised, with a scale each for keys and values."""
+        return self.slot_dtype != self.dtype
 
     @property
     def tile_tokens(self) -> int:
@@ -91,6 +99,7 @@ class Operands:
     tail_columns: Any
     tail_rows: Any
     slot_bias: Any
+    slot_scales: Any
 
 
 def select(
@@ -102,6 +111,7 @@ def select(
     tail_columns: Any,
     tail_rows: Any,
     slot_bias: Any,
+    slot_scales: Any,
 ) -> Operands:
     """The operands of one (request, KV head); masks and biases may be shared by the heads."""
 
@@ -115,6 +125,7 @@ def select(
         tail_columns=of_head(tail_columns),
         tail_rows=None if tail_rows is None else of_head(tail_rows),
         slot_bias=None if slot_bias is None else slot_bias.at[batch, head],
+        slot_scales=None if slot_scales is None else slot_scales.at[batch, head],
     )
 
 
@@ -142,6 +153,52 @@ def step_slots(shape: Shape, operands: Operands, step: jax.Array) -> Ids:
         slot = operands.slot_ids[lax.min(index, r - 1)]
         ids.append(jnp.where(index < r, slot, jnp.int32(-1)))
     return tuple(ids)
+
+
+# Scales of the keys of the slots of one step, and of the values.
+Scales = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+
+
+def step_scales(shape: Shape, operands: Operands, step: jax.Array) -> Scales | None:
+    """Scales of one step, any step; None if the slots are not quantised."""
+    if not shape.quantised:
+        return None
+    n = shape.slots_per_tile
+    index = [lax.min(step * n + i, shape.selected - 1) for i in range(n)]
+    keys, values = (tuple(operands.slot_scales[of, i] for i in index) for of in range(2))
+    return keys, values
+
+
+def by_token(shape: Shape, per_slot: tuple[jax.Array, ...]) -> jax.Array:
+    """One number per slot of a tile, for each of its tokens."""
+    if len(per_slot) == 1:
+        return per_slot[0]
+    token = plgpu.layout_cast(lax.iota(jnp.int32, shape.tile_tokens), BY_COLUMN)
+    spread = jnp.zeros_like(token, dtype=jnp.float32) + per_slot[0]
+    for i, value in enumerate(per_slot[1:], start=1):
+        spread = jnp.where(token >= i * shape.block_size, value, spread)
+    return spread
+
+
+def widen(narrow: Any, wide: Any) -> None:
+    """Converts a quantised tile for the tensor cores; exact, since the scales are left out."""
+    values = plgpu.load(narrow, layout=row_layout(narrow.shape[1]), optimized=False)
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        # Hopper converts e4m3 to float16 only.
+        values = values.astype(jnp.float32)
+    wide[...] = values.astype(wide.dtype)
+
+
+def row_layout(head_dim: int) -> Any:
+    """Registers of a [TOK, H] tile: 8 neighbouring values a thread, whole rows in one warp."""
+    threads = head_dim // 8
+    rows = 32 // threads
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4 * rows, head_dim), (rows, head_dim), (8,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
 
 
 def named(ids: Ids) -> jax.Array:
@@ -203,7 +260,7 @@ def clear_unseen_values(ring: Ring, stage: jax.Array) -> None:
     seen = plgpu.load(ring.columns.at[stage], layout=BY_ROW) > LOWEST
     values = plgpu.load(ring.values.at[stage], layout=plgpu.Layout.WGMMA)
     seen = lax.broadcast_in_dim(seen, values.shape, [0])
-    ring.values[stage] = jnp.where(seen, values, jnp.zeros_like(values))
+    ring.values.at[stage][...] = jnp.where(seen, values, jnp.zeros_like(values))
     plgpu.commit_smem()
 
 
@@ -225,6 +282,7 @@ def attend(
     scale: float,
     columns: jax.Array | None = None,
     rows: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     staging: Any = None,
 ) -> Carry:
     """One tile: ``softmax(scale * q . keys + bias) . values`` added to the running softmax.
@@ -237,6 +295,7 @@ def attend(
         scale: factor on the dot products.
         columns: additive bias [TOK] shared by the rows; -inf hides a token.
         rows: additive bias [64, TOK]; -inf hides a token from a row.
+        scales: factors on keys and on values, one each or [TOK].
         staging: shared memory [64, TOK] for the weights.  None keeps them in registers, which
             the CPU simulator cannot feed to a wgmma.
     """
@@ -249,6 +308,8 @@ def attend(
     s = pl.run_scoped(product, plgpu.ACC((ROWS, keys.shape[0]), jnp.float32))
     # Powers of two: exp2 is the hardware's instruction.
     s = s * (scale * LOG2E)
+    if scales is not None:
+        s = s * _over_rows(scales[0], s)
     if columns is not None:
         bias = lax.broadcast_in_dim(columns, s.shape, [1])
         # Where hidden, the key may hold anything, so that adding -inf would not do.
@@ -259,6 +320,8 @@ def attend(
     decay = jnp.exp2(largest - new_largest)
     weights = jnp.exp2(s - lax.broadcast_in_dim(new_largest, s.shape, [0]))
     total = total * decay + weights.sum(axis=1)
+    if scales is not None:
+        weights = weights * _over_rows(scales[1], weights)
     narrow = weights.astype(values.dtype)
     acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
     if staging is None:
@@ -273,6 +336,10 @@ def attend(
 
     acc = acc + pl.run_scoped(weighted, plgpu.ACC((ROWS, acc.shape[1]), jnp.float32))
     return acc, new_largest, total
+
+
+def _over_rows(factor: jax.Array, tile: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(factor, tile.shape, [1]) if factor.ndim else factor
 
 
 def merge(a: Carry, b: Carry) -> Carry:

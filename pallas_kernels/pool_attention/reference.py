@@ -4,10 +4,13 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from pallas_kernels import online_softmax
 from pallas_kernels.grouping import MASKED, group_queries, ungroup
+
+# Dtypes of slots that come with scales.
+QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 
 # Slots copied next to each other and scored by one matmul on the CPU.
 GROUP = 4
@@ -15,13 +18,14 @@ GROUP = 4
 
 def pool_attention(
     q: Float[Array, "B T N H"],
-    slots: Float[Array, "B K Z 2 P H"],
+    slots: Num[Array, "B K Z 2 P H"],
     slot_ids: Int32[Array, "B K R"],
     tail: Float[Array, "B K 2 E H"],
     tail_mask: Bool[Array, "B T E"],
     *,
     slot_bias: Float[Array, "B K Z P"] | None,
     tail_bias: Float[Array, "B K E"] | None,
+    slot_scales: Float32[Array, "B K Z 2"] | None,
     scale: float,
     return_lse: bool,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -31,7 +35,7 @@ def pool_attention(
     it pays to loop (0.5 ms instead of 1.1 for 24 slots of 64, K=3, H=64).  Elsewhere one gather.
     """
     out, lse = lax.platform_dependent(
-        *(q, slots, slot_ids, tail, tail_mask, slot_bias, tail_bias),
+        *(q, slots, slot_ids, tail, tail_mask, slot_bias, tail_bias, slot_scales),
         cpu=functools.partial(attend_looped, scale=scale),
         default=functools.partial(attend_gathered, scale=scale),
     )
@@ -40,12 +44,13 @@ def pool_attention(
 
 def attend_gathered(
     q: Float[Array, "B T N H"],
-    slots: Float[Array, "B K Z 2 P H"],
+    slots: Num[Array, "B K Z 2 P H"],
     slot_ids: Int32[Array, "B K R"],
     tail: Float[Array, "B K 2 E H"],
     tail_mask: Bool[Array, "B T E"],
     slot_bias: Float[Array, "B K Z P"] | None,
     tail_bias: Float[Array, "B K E"] | None,
+    slot_scales: Float32[Array, "B K Z 2"] | None,
     *,
     scale: float,
 ) -> tuple[Array, Array]:
@@ -57,6 +62,9 @@ def attend_gathered(
     rows = queries.shape[2]
     index = jnp.maximum(slot_ids, 0)
     taken = jnp.take_along_axis(slots, index[..., None, None, None], axis=2).astype(jnp.float32)
+    if slot_scales is not None:
+        scales = jnp.take_along_axis(slot_scales, index[..., None], axis=2)
+        taken = taken * scales[..., None, None]
     keys = jnp.moveaxis(taken, 3, 2).reshape(b, k, 2, r * p, h)
     bias = None
     if slot_bias is not None:
@@ -83,12 +91,13 @@ def _scores(queries: Array, keys: Array, seen: Array, bias: Array | None) -> Arr
 
 def attend_looped(
     q: Float[Array, "B T N H"],
-    slots: Float[Array, "B K Z 2 P H"],
+    slots: Num[Array, "B K Z 2 P H"],
     slot_ids: Int32[Array, "B K R"],
     tail: Float[Array, "B K 2 E H"],
     tail_mask: Bool[Array, "B T E"],
     slot_bias: Float[Array, "B K Z P"] | None,
     tail_bias: Float[Array, "B K E"] | None,
+    slot_scales: Float32[Array, "B K Z 2"] | None,
     *,
     scale: float,
 ) -> tuple[Array, Array]:
@@ -100,6 +109,7 @@ def attend_looped(
     rows = queries.shape[2]
     runs = slots.reshape(b * k * z, 2, p, h)
     run_bias = None if slot_bias is None else slot_bias.reshape(b * k * z, p)
+    run_scales = None if slot_scales is None else slot_scales.reshape(b * k * z, 2)
     groups = -(-r // GROUP)
     ids = jnp.pad(slot_ids, ((0, 0), (0, 0), (0, groups * GROUP - r)), constant_values=-1)
 
@@ -109,8 +119,7 @@ def attend_looped(
 
         def step(carry: online_softmax.Carry, ids: Array) -> tuple[online_softmax.Carry, None]:
             index = [pair * z + jnp.maximum(ids[i], 0) for i in range(GROUP)]
-            keys = _stack([lax.dynamic_slice(runs, (i, 0, 0, 0), (1, 1, p, h)) for i in index])
-            values = _stack([lax.dynamic_slice(runs, (i, 1, 0, 0), (1, 1, p, h)) for i in index])
+            keys, values = (_runs(runs, run_scales, index, of) for of in range(2))
             bias = None
             if run_bias is not None:
                 rows_of_bias = [lax.dynamic_slice(run_bias, (i, 0), (1, p)) for i in index]
@@ -141,6 +150,12 @@ def attend_looped(
     return ungroup(out, t).astype(q.dtype), ungroup(lse, t)
 
 
-def _stack(parts: list[Array]) -> Array:
-    """Keys or values [1, 1, P, H] of some slots, one after the other, as float32 [parts*P, H]."""
-    return jnp.concatenate(parts).astype(jnp.float32).reshape(-1, parts[0].shape[3])
+def _runs(runs: Array, scales: Array | None, index: list[Array], of: int) -> Array:
+    """Keys (``of`` 0) or values (1) of some runs [2, P, H], one after the other, as [.., H]."""
+    p, h = runs.shape[2:]
+    parts = [lax.dynamic_slice(runs, (i, of, 0, 0), (1, 1, p, h)) for i in index]
+    stacked = jnp.concatenate(parts).astype(jnp.float32)
+    if scales is not None:
+        factors = [lax.dynamic_slice(scales, (i, of), (1, 1)) for i in index]
+        stacked = stacked * jnp.concatenate(factors)[..., None, None]
+    return stacked.reshape(-1, h)

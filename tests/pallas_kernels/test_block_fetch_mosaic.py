@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from pallas_kernels import interpret
 from pallas_kernels.block_fetch import fetch_blocks, write_blocks
@@ -66,6 +67,52 @@ def test_registers_copy_exactly_the_named_runs():
     np.testing.assert_array_equal(got, _expected(pool, slots, source, target, 17))
 
 
+def _quantised(rng, run, dtype, pool=20, slots=24, named=17):
+    """A quantised pool with its scales, and lists; the rest as ``_operands``."""
+    _, slots, source, target = _operands(rng, run, pool=pool, slots=slots, named=named)
+    values = jnp.asarray(rng.integers(-127, 128, (pool, *run)), jnp.float32).astype(dtype)
+    scales = jnp.asarray(rng.uniform(0.01, 0.1, (pool, 2)), jnp.float32)
+    expected = np.array(slots)
+
+    def fill(count):
+        wide = values.astype(jnp.float32) * scales[..., None, None]
+        named = np.asarray(target[:count])
+        expected[named] = np.asarray(wide.astype(jnp.bfloat16))[np.asarray(source[:count])]
+        return expected
+
+    return (values, slots, source, target), scales, fill
+
+
+@pytest.mark.parametrize(
+    ("dtype", "run", "config"),
+    [
+        ("int8", (2, 16, 64), FetchConfig(ctas=2, stages=2, group=1)),
+        ("float8_e4m3fn", (2, 2, 64), FetchConfig(ctas=2, stages=2, group=4)),
+    ],
+)
+def test_quantised_pool_is_widened(dtype, run, config):
+    from pallas_kernels.block_fetch import mosaic, mosaic_quantised
+
+    operands, scales, fill = _quantised(np.random.default_rng(3), run, dtype)
+    count, expected = jnp.int32(15), fill(15)
+    got = fetch_blocks(*operands, count, pool_scales=scales, implementation="xla")
+    np.testing.assert_array_equal(got, expected)
+
+    @jax.jit
+    def by_registers(pool, slots, source, target):
+        ref = jax.new_ref(slots)
+        kernel = mosaic_quantised.register_fetch(run, slots.dtype, 3)
+        kernel(pool, scales, source, target, lax.reshape(count, (1,)), ref)
+        return jax.freeze(ref)
+
+    with interpret.simulated():
+        call = jax.jit(lambda *a: mosaic.fetch_blocks(*a, pool_scales=scales, config=config))
+        by_ring = jax.block_until_ready(call(*operands, count))
+        by_registers = jax.block_until_ready(by_registers(*operands))
+    np.testing.assert_array_equal(by_ring, expected)
+    np.testing.assert_array_equal(by_registers, expected)
+
+
 def test_public_functions_equal_the_reference():
     rng = np.random.default_rng(2)
     pool, slots, source, target = _operands(rng, (2, 16, 64), named=9)
@@ -100,6 +147,14 @@ def test_lowers_for_cuda(run, host):
     slots = jnp.zeros((16, *run), jnp.bfloat16)
     exported = jax.export.export(call, platforms=["cuda"])(pool, slots, ids, ids, jnp.int32(3))
     assert "mosaic_gpu" in exported.mlir_module()
+    if run[0] == 2:
+        for dtype in (jnp.int8, jnp.float8_e4m3fn):
+            narrow = jax.device_put(jnp.zeros(pool.shape, dtype), sharding)
+            scales = jnp.zeros((16, 2))
+            quantised = jax.jit(lambda *a: mosaic.fetch_blocks(*a[:-1], pool_scales=a[-1]))
+            jax.export.export(quantised, platforms=["cuda"])(
+                narrow, slots, ids, ids, jnp.int32(3), scales
+            )
     if not host:
         write = jax.export.export(jax.jit(mosaic.write_blocks), platforms=["cuda"])
         assert "mosaic_gpu" in write(pool, pool[:8], ids).mlir_module()

@@ -14,13 +14,18 @@ IMPLEMENTATIONS = {
 }
 
 
-def run(which, q, slots, slot_ids, tail, tail_mask, slot_bias=None, tail_bias=None, scale=None):
+def run(
+    which, q, slots, slot_ids, tail, tail_mask, slot_bias=None, tail_bias=None, scale=None,
+    slot_scales=None,
+):  # fmt: skip
     """Output and log-sum-exp of one of the two reference paths."""
     function = functools.partial(
         IMPLEMENTATIONS[which], scale=q.shape[3] ** -0.5 if scale is None else scale
     )
     with jax.default_matmul_precision("highest"):
-        return jax.jit(function)(q, slots, slot_ids, tail, tail_mask, slot_bias, tail_bias)
+        return jax.jit(function)(
+            q, slots, slot_ids, tail, tail_mask, slot_bias, tail_bias, slot_scales
+        )
 
 
 def oracle(q, slots, slot_ids, tail, tail_mask, slot_bias=None, tail_bias=None):
@@ -128,6 +133,23 @@ def test_against_float64(rng, which, dtype, group, t, r, e, with_bias):
 
 
 @pytest.mark.parametrize("which", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_slots_stand_for_themselves_times_their_scale(rng, which, dtype):
+    b, k, h, z, p = 2, 2, 8, 5, 4
+    q = jnp.asarray(rng.normal(size=(b, 1, 6, h)), jnp.float32)
+    slots = jnp.asarray(rng.integers(-127, 128, (b, k, z, 2, p, h)), jnp.float32).astype(dtype)
+    scales = jnp.asarray(rng.uniform(0.01, 0.03, (b, k, z, 2)), jnp.float32)
+    slot_ids = np.array([[[0, 4, -1], [3, 2, 1]], [[1, -1, -1], [2, 0, 4]]], np.int32)
+    tail = rng.normal(size=(b, k, 2, 3, h)).astype(np.float32)
+    mask = np.ones((b, 1, 3), bool)
+    wide = np.asarray(slots, np.float64) * np.asarray(scales, np.float64)[..., None, None]
+    out, lse = run(which, q, slots, slot_ids, tail, mask, slot_scales=scales)
+    exact, exact_lse = oracle(q, wide, slot_ids, tail, mask)
+    np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", IMPLEMENTATIONS)
 def test_the_place_of_a_block_changes_no_bit(rng, which):
     """The same blocks in other slots, of a larger pool: bit-identical."""
     b, k, h, z, p = 2, 2, 8, 6, 4
@@ -162,3 +184,7 @@ def test_public_function_and_its_errors(rng):
         pool_attention(jnp.ones((1, 1, 5, 8)), slots, slot_ids, tail, mask)
     with pytest.raises(ValueError, match=r"tail_mask has shape \(1, 1, 3\), expected \[B, T, E\]"):
         pool_attention(q, slots, slot_ids, tail, jnp.ones((1, 1, 3), bool))
+    with pytest.raises(ValueError, match="slots of int8 without slot_scales"):
+        pool_attention(q, slots.astype(jnp.int8), slot_ids, tail, mask)
+    with pytest.raises(ValueError, match="slots of float32 with slot_scales"):
+        pool_attention(q, slots, slot_ids, tail, mask, slot_scales=jnp.ones((1, 2, 3, 2)))

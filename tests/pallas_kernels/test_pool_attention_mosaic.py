@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = 4e-3
 
 
-def _operands(seed, *, t, g, h, p, z, r, e, b=1, k=1, bias=False):
+def _operands(seed, *, t, g, h, p, z, r, e, b=1, k=1, bias=False, quantised=None):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -32,14 +32,26 @@ def _operands(seed, *, t, g, h, p, z, r, e, b=1, k=1, bias=False):
     if e:
         hidden = np.broadcast_to(~mask.any(1)[:, None, None], tail.shape[:4])
         tail[hidden] = np.nan
-    biases = {"slot_bias": None, "tail_bias": None}
+    biases = {"slot_bias": None, "tail_bias": None, "slot_scales": None}
     if bias:
-        biases = {
+        biases |= {
             "slot_bias": jnp.asarray(normal(b, k, z, p)),
             "tail_bias": jnp.asarray(normal(b, k, e)),
         }
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in (normal(b, t, k * g, h), slots, tail)]
+    if quantised:
+        arrays[1], biases["slot_scales"] = _quantised(slots, quantised)
     return [arrays[0], arrays[1], jnp.asarray(ids, jnp.int32), arrays[2], jnp.asarray(mask)], biases
+
+
+def _quantised(slots, dtype):
+    """Slots of the dtype and their scales; what is not named holds garbage."""
+    slots = np.nan_to_num(slots, nan=1e3)
+    most = {"int8": 127, "float8_e4m3fn": 448}[dtype]
+    scales = np.abs(slots).max(axis=(4, 5)) / most
+    scaled = slots / scales[..., None, None]
+    scaled = np.rint(scaled) if dtype == "int8" else scaled
+    return jnp.asarray(scaled).astype(dtype), jnp.asarray(scales)
 
 
 def _compare(operands, biases, config=None):
@@ -75,6 +87,16 @@ def _compare(operands, biases, config=None):
         ({"t": 1, "g": 1, "h": 128, "p": 128, "z": 4, "r": 3, "e": 0}, None),
         # Rows with masks of their own: few, and more than one wgmma holds.
         ({"t": 5, "g": 4, "h": 64, "p": 64, "z": 3, "r": 2, "e": 33}, None),
+        # Quantised: one slot a tile and several, with the tail behind them in the same tile.
+        (
+            {"t": 1, "g": 3, "h": 64, "p": 64, "z": 7, "r": 5, "e": 70, "quantised": "int8"},
+            RowsConfig(splits=2, stages=2),
+        ),
+        (
+            {"t": 2, "g": 4, "h": 128, "p": 32, "z": 9, "r": 5, "e": 9, "k": 2, "bias": True}
+            | {"quantised": "float8_e4m3fn"},
+            None,
+        ),
         ({"t": 33, "g": 2, "h": 64, "p": 64, "z": 4, "r": 2, "e": 64, "k": 2, "bias": True}, None),
     ],
 )
@@ -112,17 +134,19 @@ def test_nothing_visible_gives_zero():
 
 
 @pytest.mark.parametrize(
-    ("t", "p", "h", "g"),
+    ("t", "p", "h", "g", "slots"),
     [
-        (1, 16, 64, 1),
-        (1, 32, 128, 4),
-        (1, 64, 128, 16),
-        (1, 128, 64, 7),
-        (32, 64, 128, 16),
-        (32, 128, 128, 4),
+        (1, 16, 64, 1, "bfloat16"),
+        (1, 32, 128, 4, "bfloat16"),
+        (1, 64, 128, 16, "bfloat16"),
+        (1, 128, 64, 7, "bfloat16"),
+        (1, 64, 128, 16, "int8"),
+        (1, 32, 64, 16, "float8_e4m3fn"),
+        (32, 64, 128, 16, "bfloat16"),
+        (32, 128, 128, 4, "bfloat16"),
     ],
 )
-def test_lowers_for_cuda(t, p, h, g):
+def test_lowers_for_cuda(t, p, h, g, slots):
     from pallas_kernels.pool_attention import mosaic
 
     def shape(*sizes, dtype=jnp.bfloat16):
@@ -130,15 +154,17 @@ def test_lowers_for_cuda(t, p, h, g):
 
     operands = (
         shape(8, t, 2 * g, h),
-        shape(8, 2, 104, 2, p, h),
+        shape(8, 2, 104, 2, p, h, dtype=slots),
         shape(8, 2, 96, dtype=jnp.int32),
         shape(8, 2, 2, 64, h),
         shape(8, t, 64, dtype=jnp.bool_),
+        None if slots == "bfloat16" else shape(8, 2, 104, 2, dtype=jnp.float32),
     )
 
     def call(*args):
+        *args, scales = args
         return mosaic.pool_attention(
-            *args, slot_bias=None, tail_bias=None, scale=0.1, return_lse=True
+            *args, slot_bias=None, tail_bias=None, slot_scales=scales, scale=0.1, return_lse=True
         )
 
     jax.export.export(jax.jit(call), platforms=["cuda"])(*operands)
@@ -159,6 +185,12 @@ def test_unsupported_dtype_raises():
     operands, biases = _operands(1, t=1, g=2, h=64, p=64, z=2, r=1, e=8)
     operands[1] = operands[1].astype(jnp.float32)
     with interpret.simulated(), pytest.raises(NotImplementedError, match="float32"):
+        pool_attention(*operands, **biases, implementation="mosaic")
+
+
+def test_quantised_slots_of_many_rows_raise():
+    operands, biases = _operands(1, t=33, g=2, h=64, p=64, z=2, r=1, e=8, quantised="int8")
+    with interpret.simulated(), pytest.raises(NotImplementedError, match="66 rows"):
         pool_attention(*operands, **biases, implementation="mosaic")
 
 
