@@ -32,6 +32,8 @@ def select_blocks_multi_head(
     dense: Bool[Array, " B"] | None = None,
     mask_future: bool = True,
     scale: float | None = None,
+    coarse: Float[Array, "B K X H"] | None = None,
+    coarse_visible: Int32[Array, "B T"] | None = None,
     implementation: Implementation = "auto",
 ) -> Selection:
     """Blocks by the attention mass that all query heads of a group put on compressed keys.
@@ -43,6 +45,12 @@ def select_blocks_multi_head(
     ``query_block - local_blocks <= m <= query_block``.  The best ``budget`` blocks are kept, ties
     to the lowest id.  A block ``m <= query_block`` of score -inf is still eligible, after all
     others.  All of it in float32.
+
+    With ``coarse``, keys compressed over larger windows (InfLLM-V2: 4 times the window and the
+    stride), the softmax's sum runs over the visible ones of these instead: ``P = sum over n of
+    exp(s[n, j] - log sum_i exp(scale * q[n] . coarse[i]))``, where no coarse key is visible
+    ``sum over n of exp(s[n, j])``.  Cheaper in prefill, where the sum is a pass of its own; the
+    blocks are nearly the same (docs/prefill_kernels.md).
 
     Args:
         q: queries after RoPE.
@@ -60,6 +68,8 @@ def select_blocks_multi_head(
         mask_future: a block after the query's own is never a candidate.  False lets it
             compete and then drops it, as the original does: for parity tests only.
         scale: factor on the dot products; 1/sqrt(H) by default.
+        coarse: see above; with ``coarse_visible``, how many of them each query token sees.
+        coarse_visible: see ``coarse``.
         implementation: "auto", "mosaic" or "xla".
 
     Returns:
@@ -67,7 +77,7 @@ def select_blocks_multi_head(
 
     Raises:
         ValueError: shapes that do not fit; a budget below 1 or above ``width``;
-            negative init or local blocks.
+            negative init or local blocks; ``coarse`` without ``coarse_visible`` or the reverse.
         NotImplementedError: "mosaic" cannot be served.
     """
     sizes = layout.match(
@@ -76,7 +86,11 @@ def select_blocks_multi_head(
         ("query_block", query_block, "B T"),
         ("visible", visible, "B T"),
         ("dense", dense, "B"),
+        ("coarse", coarse, "B K X H"),
+        ("coarse_visible", coarse_visible, "B T"),
     )
+    if (coarse is None) != (coarse_visible is None):
+        raise ValueError("coarse and coarse_visible go together, only one was given")
     layout.group_size(sizes["N"], sizes["K"])
     rules = _checked_rules(num_blocks, init_blocks, local_blocks, budget, width, dense)
     return dispatch.run(
@@ -90,6 +104,8 @@ def select_blocks_multi_head(
         geometry=geometry,
         mask_future=mask_future,
         scale=sizes["H"] ** -0.5 if scale is None else scale,
+        coarse=coarse,
+        coarse_visible=coarse_visible,
         **rules,
     )
 

@@ -1,11 +1,11 @@
-"""Block selection by Mosaic GPU kernels: one query token, or many."""
+"""Block selection by GPU kernels: one query token, or many; the choice alone."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.block_selection import mosaic_choice, mosaic_decode, mosaic_prefill
+from pallas_kernels.block_selection import counting, mosaic_choice, mosaic_decode, mosaic_prefill
 from pallas_kernels.block_selection.reference import Selection
 
 
@@ -38,18 +38,18 @@ def choose_blocks(
     b, k, t, m = block_scores.shape
     if m > mosaic_choice.MAX_BLOCKS:
         raise NotImplementedError(f"{m} blocks; the kernel takes {mosaic_choice.MAX_BLOCKS}")
+    if dense is not None and not rules["mask_future"]:
+        raise NotImplementedError("dense rows with mask_future=False")
     limit = jnp.full((b,), budget, jnp.int32)
     if dense is not None:
         limit = jnp.where(dense, min(m, width), limit)
-    # The padding is past the last block, which the kernel never looks at.
-    widths = ((0, 0), (0, 0), (0, 0), (0, mosaic_choice.padded_blocks(m) - m))
-    ids = mosaic_choice.choose(
-        jnp.pad(block_scores, widths).reshape(b * k, t, -1),
-        jnp.repeat(query_block, k, axis=0),
-        jnp.repeat(limit, k, axis=0),
-        num_blocks=m,
-        width=width,
-        **rules,
-    )
+    rows = (jnp.repeat(query_block, k, axis=0), jnp.repeat(limit, k, axis=0))
+    if m <= counting.MAX_BLOCKS:
+        ids = counting.choose(block_scores.reshape(b * k, t, m), *rows, width=width, **rules)
+    else:
+        # The padding is past the last block, which the kernel never looks at.
+        widths = ((0, 0), (0, 0), (0, 0), (0, mosaic_choice.padded_blocks(m) - m))
+        scores = jnp.pad(block_scores, widths).reshape(b * k, t, -1)
+        ids = mosaic_choice.choose(scores, *rows, num_blocks=m, width=width, **rules)
     ids = ids[..., :width].reshape(b, k, t, width)
     return Selection(ids=ids, count=(ids >= 0).astype(jnp.int32).sum(-1))

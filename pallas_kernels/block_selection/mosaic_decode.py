@@ -68,16 +68,21 @@ def select_blocks_multi_head(
     dense: Bool[Array, " B"] | None,
     mask_future: bool,
     scale: float,
+    coarse: Float[Array, "B K X H"] | None = None,
+    coarse_visible: Int32[Array, "B 1"] | None = None,
 ) -> Selection:
     """See ``pallas_kernels.block_selection.select_blocks_multi_head``; one query token.
 
     Raises:
-        NotImplementedError: as ``select_blocks_forecast``; also more than 64 heads a group.
+        NotImplementedError: as ``select_blocks_forecast``; also more than 64 heads a group, and
+            coarse keys: one token's sum costs no pass of its own, so that they would add one.
     """
     _check(q, compressed, num_blocks, mask_future)
     group = q.shape[2] // compressed.shape[1]
     if group > 64:
         raise NotImplementedError(f"{group} query heads per KV head exceed 64")
+    if coarse is not None:
+        raise NotImplementedError("coarse keys for one query token")
     return _select(
         q, compressed, query_block, visible, dense, score=_multi_head_scores, scale=scale,
         num_blocks=num_blocks, geometry=geometry, init_blocks=init_blocks,

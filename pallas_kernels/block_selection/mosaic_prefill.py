@@ -100,6 +100,8 @@ def _select(
     dense: Bool[Array, " B"] | None = None,
     mask_future: bool = True,
     scale: float | None = None,
+    coarse: Float[Array, "B K X H"] | None = None,
+    coarse_visible: Int32[Array, "B T"] | None = None,
 ) -> Selection:
     """Cuts the tokens into chunks and runs the kernels on each.
 
@@ -130,17 +132,21 @@ def _select(
     )
     visible = jnp.clip(visible, 0, c)
     apart = mosaic_pooled.keys_apart(compressed, shape)
-    whole = mosaic_pooled.keys_whole(compressed)
+    whole = mosaic_pooled.keys_whole(compressed if coarse is None else coarse)
+    summed = visible if coarse is None else jnp.clip(coarse_visible, 0, coarse.shape[2])
     limit = jnp.full((b,), budget, jnp.int32)
     if dense is not None:
         limit = jnp.where(dense, min(num_blocks, width), limit)
 
     def one(args: tuple[Array, ...]) -> Array:
-        q, query_block, visible = args
+        q, query_block, visible, summed = args
         rows = q.reshape(b * chunk, n, h)
         lse = None
         if multi_head:
-            lse = mosaic_pooled.log_sum_exp(shape, scale, rows, whole, visible)
+            lse = mosaic_pooled.log_sum_exp(shape, scale, rows, whole, summed)
+            if coarse is not None:
+                # A query may see compressed keys and no coarse one.
+                lse = jnp.where(lse > -jnp.inf, lse, 0.0)
         scores = mosaic_pooled.pooled_scores(shape, scale, rows, apart, query_block, visible, lse)
         ids = mosaic_choice.choose(
             scores,
@@ -158,7 +164,7 @@ def _select(
         x, ((0, 0), (0, chunks * chunk - t)) + ((0, 0),) * (x.ndim - 2), constant_values=fill
     ).reshape(b, chunks, chunk, *x.shape[2:])
     # An own block of -1 makes padding rows free.
-    parts = (cut(q, 0), cut(query_block, -1), cut(visible, 0))
+    parts = (cut(q, 0), cut(query_block, -1), cut(visible, 0), cut(summed, 0))
     if chunks == 1:
         ids = one(tuple(x[:, 0] for x in parts))[None]
     else:

@@ -46,10 +46,17 @@ def select_blocks_multi_head(
     dense: Bool[Array, " B"] | None,
     mask_future: bool,
     scale: float,
+    coarse: Float[Array, "B K X H"] | None = None,
+    coarse_visible: Int32[Array, "B T"] | None = None,
 ) -> Selection:
     """See ``pallas_kernels.block_selection.select_blocks_multi_head``."""
+    score = functools.partial(multi_head_scores, scale=scale)
+    if coarse is not None:
+        assert coarse_visible is not None
+        score = functools.partial(_coarse_scores, coarse=coarse, scale=scale)
+        visible = jnp.stack([visible, coarse_visible], axis=2)
     return _in_chunks(
-        functools.partial(multi_head_scores, scale=scale),
+        score,
         functools.partial(pool_scores, num_blocks=num_blocks, geometry=geometry),
         functools.partial(
             choose_blocks,
@@ -152,6 +159,27 @@ def multi_head_scores(
     for g in range(1, n // k):
         mass = mass + share[:, :, g]
     return mass
+
+
+def _coarse_scores(
+    q: Float[Array, "B T N H"],
+    compressed: Float[Array, "B K C H"],
+    visible: Int32[Array, "B T 2"],
+    *,
+    coarse: Float[Array, "B K X H"],
+    scale: float,
+) -> Float32[Array, "B K T C"]:
+    """``multi_head_scores`` with the sums of the softmax over the coarse keys."""
+    b, t, n, _ = q.shape
+    k, c = compressed.shape[1:3]
+    queries = group_queries(q, k) * scale
+    dots = _dot(queries, coarse).reshape(b, k, n // k, t, -1)
+    seen = _seen(visible[..., 1], coarse.shape[2])[:, :, None]
+    total = jax.nn.logsumexp(jnp.where(seen, dots, -jnp.inf), axis=-1, keepdims=True)
+    total = jnp.where(total > -jnp.inf, total, 0.0)
+    dots = _dot(queries, compressed).reshape(b, k, n // k, t, c)
+    seen = _seen(visible[..., 0], c)[:, :, None]
+    return jnp.where(seen, jnp.exp(dots - total), 0.0).sum(axis=2)
 
 
 def forecast_scores(

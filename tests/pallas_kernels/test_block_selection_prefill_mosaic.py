@@ -54,10 +54,17 @@ def _case(seed, *, group, head_dim=64, geometry=None, length=900, tokens=3, step
         (3, {"geometry": BlockGeometry(16, 32, 16), "step": 440}),  # nothing visible at first
         (0, {"mask_future": False, "local_blocks": 0, "length": 935}),
         (2, {"dense": jnp.array([True]), "width": 20}),
+        (2, {"coarse": True}),  # one of the tokens sees no coarse key
     ],
 )
 def test_equals_reference(group, settings):
+    settings = dict(settings)
+    coarse = settings.pop("coarse", False)
     arguments, rules = _case(group, group=group, **settings)
+    if coarse:
+        keys = np.random.default_rng(9).integers(-2, 3, (1, 1, 12, 64))
+        rules["coarse"] = jnp.asarray(keys, jnp.bfloat16)
+        rules["coarse_visible"] = jnp.array([[0, 5, 12]], jnp.int32)
     select = select_blocks_multi_head if group else select_blocks_forecast
     expected = select(*arguments, **rules, implementation="xla")
     with interpret.simulated():
@@ -126,12 +133,19 @@ def test_choice_of_ties_infinities_and_poison():
         assert (got[0, t, len(best) :] == -1).all()
 
 
-def test_choice_from_given_scores():
+@pytest.mark.parametrize("blocks", [70, 300])  # every pair compared; the kernel
+@pytest.mark.parametrize("mask_future", [True, False])
+def test_choice_from_given_scores(blocks, mask_future):
     rng = np.random.default_rng(1)
-    scores = jnp.asarray(rng.integers(-2, 3, (2, 1, 2, 70)), jnp.float32)
-    own = jnp.array([[69, 30], [40, 3]], jnp.int32)
+    scores = rng.integers(-2, 3, (2, 1, 3, blocks)).astype(np.float32)
+    scores[0, 0, 1, ::2] = -np.inf
+    scores[0, 0, 2, 1:30] = -np.inf
+    scores = jnp.asarray(scores)
+    own = jnp.array([[blocks - 1, 30, 20], [40, 3, 0]], jnp.int32)
     rules = {"init_blocks": 1, "local_blocks": 2, "budget": 9, "width": 80}
-    rules["dense"] = jnp.array([False, True])
+    rules["mask_future"] = mask_future
+    if mask_future:
+        rules["dense"] = jnp.array([False, True])
     expected = choose_blocks(scores, own, **rules, implementation="xla")
     with interpret.simulated():
         got = jax.block_until_ready(choose_blocks(scores, own, **rules, implementation="mosaic"))
