@@ -11,6 +11,7 @@ the stream of that number.  Measured on an H200 with jax 0.11.2:
   jax.numpy is jitted, ``where`` for one.  ``on_stream`` therefore inlines nested jits.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,14 +27,16 @@ COMPUTE_STREAM = 1
 COPY_STREAM = 2
 
 _JITS = ("jit", "pjit")
+# The bodies of these become computations of the program's own; those of kernels do not.
+_CONTROL_FLOW = ("cond", "while", "scan")
 
 
 def on_stream(function: F, stream: int) -> F:
     """The function, run on GPU stream ``stream`` of the program it is traced into.
 
     Args:
-        function: pure function of arrays; may contain kernels and jits, but no jit inside a
-            loop or conditional.  Its results are in device memory.
+        function: pure function of arrays; may contain kernels, jits, loops and conditionals.  Its
+            results are in device memory.
         stream: 1 or more; 0 is the program's own.
 
     Raises:
@@ -53,7 +56,7 @@ def on_stream(function: F, stream: int) -> F:
 
 
 def inlined(function: F) -> F:
-    """The function without nested jits: their operations become its own."""
+    """The function without nested jits, in loops too: their operations become its own."""
 
     def without_jits(*arguments: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -61,6 +64,16 @@ def inlined(function: F) -> F:
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     return without_jits  # type: ignore[return-value]
+
+
+def _without_jits(value: Any) -> Any:
+    """A parameter of a loop or conditional with the jits of its bodies inlined."""
+    if isinstance(value, tuple):
+        return tuple(_without_jits(part) for part in value)
+    if not isinstance(value, core.ClosedJaxpr):
+        return value
+    body = functools.partial(_evaluate, value.jaxpr, value.consts)
+    return jax.make_jaxpr(lambda *arguments: body(arguments))(*value.in_avals)
 
 
 def _evaluate(jaxpr: core.Jaxpr, constants: Any, arguments: Any) -> list[Any]:
@@ -78,7 +91,10 @@ def _evaluate(jaxpr: core.Jaxpr, constants: Any, arguments: Any) -> list[Any]:
             inner = equation.params["jaxpr"]
             outputs = _evaluate(inner.jaxpr, inner.consts, inputs)
         else:
-            parameters = equation.primitive.get_bind_params(equation.params)
+            parameters = equation.params
+            if equation.primitive.name in _CONTROL_FLOW:
+                parameters = {name: _without_jits(value) for name, value in parameters.items()}
+            parameters = equation.primitive.get_bind_params(parameters)
             # jax 0.10 returns the functions among the parameters apart.
             functions, parameters = (
                 parameters if isinstance(parameters, tuple) else ((), parameters)

@@ -26,6 +26,25 @@ def test_inlined_gives_the_same_without_jits():
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+def _loops(x, flag):
+    def body(_, y):
+        return jax.lax.cond(flag, lambda y: jnp.where(y > 0, y, 2 * y), lambda y: jnp.abs(y), y)
+
+    y = jax.lax.fori_loop(0, flag + jnp.int32(2), body, x)
+    return jax.lax.scan(lambda c, row: (jnp.clip(c + row, -9, 9), row), y[0], y)
+
+
+def test_inlined_reaches_into_loops_and_conditionals():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4)))
+    inlined = overlap.inlined(_loops)
+    assert "jit[" in str(jax.make_jaxpr(_loops)(x, True))
+    text = str(jax.make_jaxpr(inlined)(x, True))
+    assert "jit[" not in text
+    assert all(word in text for word in ("cond[", "while[", "scan["))
+    for flag in (True, False):
+        jax.tree.map(np.testing.assert_array_equal, inlined(x, flag), _loops(x, flag))
+
+
 def test_stream_stands_in_the_program():
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     annotated = overlap.on_stream(lambda x: jnp.where(x > 0, x @ x, 0), 3)
