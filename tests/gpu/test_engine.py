@@ -1,4 +1,7 @@
-"""The engine on a GPU: where the KV lies, who copies and what overlaps change no token."""
+"""The engine on a GPU: where the KV lies, who copies and what overlaps change no token.
+
+Most of the time goes to compiling; XLA_FLAGS=--xla_gpu_autotune_level=0 makes it a third.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +63,16 @@ def run():
     return run_once
 
 
-@pytest.mark.parametrize("mode", ["sparse", "sparda", "infinigen"])
-@pytest.mark.parametrize("how", [{}, {"prefetch": False}, {"fetch": "eager"}])
+@pytest.mark.parametrize(
+    "mode,how",
+    [
+        ("sparda", {}),
+        ("sparda", {"prefetch": False}),
+        ("sparda", {"fetch": "eager"}),
+        ("sparse", {}),
+        ("infinigen", {}),
+    ],
+)
 def test_offloaded_equals_resident(run, mode, how):
     resident, _ = run(mode=mode)
     offloaded, report = run(mode=mode, offload="host", **how)
@@ -70,12 +81,11 @@ def test_offloaded_equals_resident(run, mode, how):
     assert 0 < report.hit_rate < 1
 
 
-@pytest.mark.parametrize("offload", ["none", "host"])
-@pytest.mark.parametrize("mode", ["dense", "sparse", "sparda"])
+@pytest.mark.parametrize(
+    "mode,offload", [("dense", "none"), ("sparse", "host"), ("sparda", "host")]
+)
 def test_bfloat16_kernels_follow_a_float32_forward(run, mode, offload):
     """Teacher forcing: what the kernels draw is (nearly) the likeliest token in float32."""
-    if mode == "dense" and offload == "host":
-        return
     tokens, _ = run("bfloat16", mode=mode, offload=offload)
     rounded = Decoder.random(CONFIG, seed=3, dtype="bfloat16")
     model = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)
