@@ -58,11 +58,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--micro-batch", type=int, default=1, help="windows per forward pass and device")
     add("--learning-rate", type=float, default=5e-4, help="constant after the warm-up")
     add("--warmup-steps", type=int, default=0, help="steps of a linear rise")
+    add("--decay-steps", type=int, default=0, help="steps of a linear fall to 0 at the end")
     add("--clip", type=float, default=0.5, help="limit of the gradient's norm")
     add("--weight-decay", type=float, default=0.01, help="of AdamW")
     add("--held-out", type=float, default=0.05, help="share of the documents to evaluate on")
     add("--held-out-text", type=Path, nargs="+", help="evaluate on these documents instead")
     add("--eval-every", type=int, default=100, help="steps between evaluations; 0: at the end")
+    add("--eval-windows", type=int, default=16, help="windows of each, at most")
     add("--save-every", type=int, default=50, help="steps between checkpoints")
     add("--keep", type=int, default=5, help="checkpoints kept")
     add("--seed", type=int, default=42, help="of initial weights, split and order")
@@ -101,12 +103,14 @@ def settings(args: argparse.Namespace) -> Any:
         "micro_batch",
         "learning_rate",
         "warmup_steps",
+        "decay_steps",
         "weight_decay",
         "clip",
         "seed",
         "save_every",
         "keep",
         "eval_every",
+        "eval_windows",
     )
     return TrainConfig(
         loss=LossConfig(sparse, args.teacher_kernel, args.teacher_stride, lookahead=args.lookahead),

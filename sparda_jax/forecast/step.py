@@ -37,8 +37,9 @@ class TrainConfig:
         steps: optimizer steps of the whole run.
         batch: windows per optimizer step.
         micro_batch: windows per forward pass and device.
-        learning_rate: constant after the warm-up.
+        learning_rate: constant between warm-up and decay.
         warmup_steps: steps of a linear rise from 0.
+        decay_steps: steps of a linear fall to 0, the last ones.
         b1: of AdamW.
         b2: of AdamW.
         eps: of AdamW.
@@ -59,6 +60,7 @@ class TrainConfig:
     micro_batch: int = 1
     learning_rate: float = 5e-4
     warmup_steps: int = 0
+    decay_steps: int = 0
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-6
@@ -76,12 +78,17 @@ class TrainConfig:
         for name in ("steps", "batch", "micro_batch", "save_every", "keep", "eval_windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "eval_every", "weight_decay"):
+        for name in ("warmup_steps", "decay_steps", "eval_every", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("learning_rate", "clip", "eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps} exceed "
+                f"{self.steps} steps"
+            )
         if not self.explosion > 1:
             raise ValueError(f"explosion must be above 1, got {self.explosion}")
 
@@ -102,13 +109,23 @@ class TrainState:
     optimizer: optax.OptState
 
 
+def learning_rate_of(config: TrainConfig) -> float | optax.Schedule:
+    """Linear rise, constant, linear fall; a number where it is constant throughout."""
+    peak, rise, fall = config.learning_rate, config.warmup_steps, config.decay_steps
+    if not rise and not fall:
+        return peak
+    linear = optax.schedules.linear_schedule
+    # A linear schedule ends in its last value, but one of no steps is its first.
+    start = linear(0.0, peak, rise) if rise else optax.schedules.constant_schedule(peak)
+    return optax.schedules.join_schedules([start, linear(peak, 0.0, fall)], [config.steps - fall])
+
+
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW."""
-    rate = optax.schedules.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
         optax.adamw(
-            rate if config.warmup_steps else config.learning_rate,
+            learning_rate_of(config),
             b1=config.b1,
             b2=config.b2,
             eps=config.eps,

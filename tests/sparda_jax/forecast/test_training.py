@@ -18,7 +18,7 @@ from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.forecast import training
 from sparda_jax.forecast.data import Windows, pack
 from sparda_jax.forecast.loss import LossConfig
-from sparda_jax.forecast.step import TrainConfig
+from sparda_jax.forecast.step import TrainConfig, learning_rate_of
 from sparda_jax.forecast.training import Trainer, TrainingDiverged
 from sparda_jax.models import Decoder
 
@@ -181,6 +181,20 @@ def test_plan_writes_nothing(tmp_path):
     np.testing.assert_allclose(plan["seconds"], 50 * plan["seconds_per_step"])
 
 
+@pytest.mark.parametrize(
+    ("rise", "fall", "expected"),
+    [
+        (2, 0, [0, 0.5, 1, 1, 1, 1]),
+        (0, 2, [1, 1, 1, 1, 1, 0.5]),
+        (1, 3, [0, 1, 1, 1, 2 / 3, 1 / 3]),
+    ],
+)
+def test_learning_rate(rise, fall, expected):
+    config = TrainConfig(steps=6, learning_rate=1.0, warmup_steps=rise, decay_steps=fall)
+    rate = learning_rate_of(config)
+    np.testing.assert_allclose([rate(i) for i in range(6)], expected, rtol=1e-6)
+
+
 def test_settings_are_checked(tmp_path):
     published = TrainConfig()
     assert (published.learning_rate, published.b1, published.b2) == (5e-4, 0.9, 0.95)
@@ -189,6 +203,8 @@ def test_settings_are_checked(tmp_path):
     for change in ({"steps": 0}, {"clip": 0.0}, {"eval_every": -1}, {"explosion": 1}):
         with pytest.raises(ValueError, match=next(iter(change))):
             TrainConfig(**change)
+    with pytest.raises(ValueError, match="warmup_steps 2 and decay_steps 3 exceed 4 steps"):
+        TrainConfig(steps=4, warmup_steps=2, decay_steps=3)
     with pytest.raises(ValueError, match="batch 2 is not a multiple of micro_batch 3 times 1"):
         make(tmp_path, micro_batch=3)
     empty = Windows(np.zeros((0, 256), np.int32), np.zeros((0, 256), np.int32))
