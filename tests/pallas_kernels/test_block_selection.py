@@ -18,8 +18,10 @@ from pallas_kernels.block_selection.reference import choose_blocks
 SMALL = BlockGeometry(16, 8, 4)
 
 
-def oracle_block_scores(queries, compressed, visible, num_blocks, geometry, *, multi_head):
-    """float64 [B, K, T, M]; queries is [B, T, N, H] or [B, T, K, H]."""
+def oracle_block_scores(
+    queries, compressed, visible, num_blocks, geometry, *, multi_head, coarse=None
+):
+    """float64 [B, K, T, M]; queries is [B, T, N, H] or [B, T, K, H]; coarse keys and counts."""
     queries, compressed = np.asarray(queries, np.float64), np.asarray(compressed, np.float64)
     b, t, n, h = queries.shape
     k, c = compressed.shape[1:3]
@@ -31,8 +33,13 @@ def oracle_block_scores(queries, compressed, visible, num_blocks, geometry, *, m
         if multi_head:
             weights = np.exp(dots[:, :seen] / np.sqrt(h))
             scores = np.zeros(c)
+            total = weights.sum(1, keepdims=True)
+            if coarse is not None:
+                keys = np.asarray(coarse[0], np.float64)[i, head, : coarse[1][i, token]]
+                total = np.exp(group @ keys.T / np.sqrt(h)).sum(1, keepdims=True)
+                total = np.where(len(keys), total, 1.0)
             if seen:
-                scores[:seen] = (weights / weights.sum(1, keepdims=True)).sum(0)
+                scores[:seen] = (weights / total).sum(0)
         else:
             scores = np.where(np.arange(c) < seen, dots[0], -np.inf)
         for m in range(num_blocks):
@@ -92,6 +99,25 @@ def test_against_float64(rng, multi_head, group, dtype):
         exact = oracle_block_scores(queries, compressed, visible, m, SMALL, multi_head=multi_head)
         with jax.default_matmul_precision("highest"):
             check(select(queries, compressed, own, visible), exact, own, **rules)
+
+
+def test_sums_over_coarser_keys(rng):
+    b, k, group, h, m, t, c = 2, 2, 3, 8, 8, 20, 24
+    q = jnp.asarray(rng.normal(size=(b, t, k * group, h)) * 2, jnp.float32)
+    compressed = jnp.asarray(rng.normal(size=(b, k, c, h)), jnp.float32)
+    coarse = jnp.asarray(rng.normal(size=(b, k, 5, h)), jnp.float32)
+    query_block = jnp.asarray(rng.integers(0, m, (b, t)), jnp.int32)
+    visible = jnp.asarray(rng.integers(0, c + 1, (b, t)), jnp.int32)
+    few = jnp.asarray(rng.integers(0, 6, (b, t)), jnp.int32)
+    rules = {"init_blocks": 1, "local_blocks": 1, "budget": 4}
+    selection = select_blocks_multi_head(
+        q, compressed, query_block, visible, num_blocks=m, geometry=SMALL, coarse=coarse,
+        coarse_visible=few, **rules,
+    )  # fmt: skip
+    scores = oracle_block_scores(
+        q, compressed, visible, m, SMALL, multi_head=True, coarse=(coarse, few)
+    )
+    check(selection, scores, query_block, **rules)
 
 
 @pytest.mark.parametrize("multi_head", [True, False])
