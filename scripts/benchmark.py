@@ -99,6 +99,78 @@ def training(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
+QUALITY_NOTES = (
+    "Whole sequences, teacher-forced, every policy in every layer and for every token.  spread: "
+    "95 % bootstrap interval over documents (samples, for needles).  own: the model's policy; "
+    "PX%: budget in percent of the context, forced blocks included, 1 leading block, 3 local ones "
+    "(needles: 1), windows of half a block.  ..._over_sparse: paired difference to the multi-head "
+    "selector.  Names: section/setting/budget/meter/policy."
+)
+
+
+def quality(arguments: argparse.Namespace) -> None:
+    import time
+
+    import jax.numpy as jnp
+
+    from sparda_jax.checkpoints.load import load_pretrained
+    from sparda_jax.evaluation import quality_benchmark
+
+    model, tokenizer = load_pretrained(arguments.model, dtype=jnp.dtype(arguments.dtype))
+    if tokenizer is None:
+        sys.exit(f"benchmark.py: {arguments.model} has no tokenizer, which needles need")
+    start = time.monotonic()
+
+    def report(line: str) -> None:
+        print(f"{time.monotonic() - start:7.1f} s  {line}", file=sys.stderr, flush=True)
+
+    plan = quality_benchmark.Plan(
+        length=arguments.length,
+        fine_length=arguments.fine_length,
+        fine_documents=arguments.fine_documents,
+        blocks=arguments.blocks,
+        needle_lengths=tuple(arguments.needle_lengths),
+        samples=arguments.samples,
+        sections=tuple(arguments.sections),
+    )
+    inputs = quality_benchmark.read_inputs(
+        model,
+        tokenizer,
+        text=arguments.text,
+        haystacks=arguments.haystacks or arguments.text,
+        calibration=arguments.calibration,
+        forecasts=arguments.forecast,
+        variants=arguments.variant,
+        documents=arguments.documents,
+        plan=plan,
+    )
+    command, rows = shlex.join(["python", *sys.argv]), []
+    for row in quality_benchmark.rows(inputs, plan, report):
+        rows.append(row)
+        if arguments.json and len(rows) % 50 == 0:
+            write_quality(arguments.json, command, rows)
+    for row in rows:
+        if row.name.count("/") == 4:
+            print(json.dumps(row.as_json()), flush=True)
+    if arguments.json:
+        write_quality(arguments.json, command, rows)
+
+
+def write_quality(path: pathlib.Path, command: str, rows: list[kernel_benchmarks.Row]) -> None:
+    """Also while it runs: a run that is cut short keeps what it has measured."""
+    document = kernel_benchmarks.results_document(command, rows, QUALITY_NOTES, commit=COMMIT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def quality_report(arguments: argparse.Namespace) -> None:
+    from sparda_jax.evaluation import quality_report as page
+
+    rows = page.read_rows(arguments.results)
+    arguments.page.write_text(page.fill(arguments.page.read_text(), rows))
+    page.plot(rows, arguments.page.with_suffix(".svg"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -118,6 +190,32 @@ def main() -> None:
     command.add_argument("--only", nargs="*", help="shapes whose name contains one of these")
     command.add_argument("--steps", type=int, default=3, help="timed steps")
     command.set_defaults(run=training)
+    command = commands.add_parser("quality", help="selection policies on text and needles")
+    command.add_argument("--model", default="default", help="as in decode.py")
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    command.add_argument("--forecast", nargs="+", required=True, help="NAME=PATH, run everywhere")
+    command.add_argument(
+        "--variant", nargs="*", default=[], help="NAME=PATH[@LOOKAHEAD], on its own policy alone"
+    )
+    command.add_argument("--text", type=pathlib.Path, nargs="+", required=True, help="held out")
+    command.add_argument("--haystacks", type=pathlib.Path, nargs="*", help="default: the text")
+    command.add_argument("--calibration", type=pathlib.Path, nargs="+", required=True)
+    command.add_argument("--documents", type=int, default=1000, help="long documents at most")
+    command.add_argument("--length", type=int, default=8192, help="tokens of a long document")
+    command.add_argument("--fine-length", type=int, default=2048, help="of a short one; 0: none")
+    command.add_argument("--fine-documents", type=int, default=1000, help="short ones at most")
+    command.add_argument("--blocks", type=int, default=128, help="of a text, for %% budgets")
+    command.add_argument("--needle-lengths", type=int, nargs="*", default=[1024, 2048, 4096])
+    command.add_argument("--samples", type=int, default=16, help="needles of each of three seeds")
+    command.add_argument(
+        "--sections", nargs="+", default=["selection", "language", "needles"], metavar="SECTION"
+    )
+    command.add_argument("--json", type=pathlib.Path, help="write a results file")
+    command.set_defaults(run=quality)
+    command = commands.add_parser("quality-report", help="fill a page's tables, draw its picture")
+    command.add_argument("results", type=pathlib.Path, help="a results file of `quality`")
+    command.add_argument("page", type=pathlib.Path, help="Markdown; the picture goes beside it")
+    command.set_defaults(run=quality_report)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -116,7 +116,12 @@ class Session:
         Returns:
             The timing, and the outputs for every variant.
         """
-        program = jax.jit(functools.partial(_in_turn, function, loops))
+        # All calls of a round in one CUDA graph, as in the engine: launched one by one from the
+        # host, kernels of 20 us would wait for it.
+        program = jax.jit(
+            functools.partial(_in_turn, function, loops),
+            compiler_options={"xla_gpu_graph_min_graph_size": 1},
+        )
         outputs = jax.block_until_ready(program(variants, shared))
         timing = time_calls(
             lambda: program(variants, shared),

@@ -1,0 +1,250 @@
+"""The whole quality evaluation: which policies run in which settings, from files to rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from sparda_jax.config import SparseConfig
+from sparda_jax.evaluation import policies as make
+from sparda_jax.evaluation import quality
+from sparda_jax.evaluation.kernel_benchmarks.harness import Row
+from sparda_jax.evaluation.policies import Policy
+from sparda_jax.evaluation.quality import Report, Setting
+from sparda_jax.forecast.data import read_documents
+from sparda_jax.forecast.files import load_forecast
+from sparda_jax.forecast.projection import Forecast
+from sparda_jax.models.decoder import Decoder
+from sparda_jax.sparse.infinigen import calibrate
+from sparda_jax.tokenization import Tokenizer
+
+# Blocks before the query's own that are forced where budgets are percentages: at 6.25 % the
+# model's own eight would leave no free block.
+LOCAL_BLOCKS = 3
+# For needles fewer still: 6.25 % of 1K tokens are four blocks of 16.
+NEEDLE_LOCAL_BLOCKS = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        length: tokens of long documents, evaluated on the model's own grid.
+        fine_length: tokens of short ones, on smaller blocks, since of the model's own nearly all
+            would be forced or selected; 0: none.
+        percents: budgets, of the context.
+        blocks: of a context whose budgets are percentages: of 64 tokens each at 8K, of 16 at 2K.
+        fine_documents: short documents at most.
+        needle_lengths: tokens of needle prompts.
+        samples: needles of each task, length and seed.
+        seeds: of the needles.
+        calibration_rows: InfiniGen is calibrated on so many windows.
+        calibration_length: of so many tokens.
+        row_tokens: tokens of one forward pass over needles.
+        sections: of "selection", "language" and "needles".
+    """
+
+    length: int = 8192
+    fine_length: int = 2048
+    percents: tuple[float, ...] = (50, 25, 12.5, 6.25)
+    blocks: int = 128
+    fine_documents: int = 1000
+    needle_lengths: tuple[int, ...] = (1024, 2048, 4096)
+    samples: int = 16
+    seeds: tuple[int, ...] = (0, 1, 2)
+    calibration_rows: int = 4
+    calibration_length: int = 2048
+    row_tokens: int = 1 << 17
+    sections: tuple[str, ...] = ("selection", "language", "needles")
+
+    def setting(self, length: int, percents: tuple[float, ...]) -> Setting:
+        """Budgets in percent of a text of `length` tokens."""
+        return Setting.of_percents(length, length // self.blocks, LOCAL_BLOCKS, percents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What it is run on.
+
+    Attributes:
+        model: the decoder.
+        tokenizer: its tokenizer.
+        sparse: the model's own policy.
+        documents: held-out ones, token ids.
+        haystacks: texts that needles are hidden in.
+        calibration: text for InfiniGen, token ids, not held out.
+        forecasts: projections evaluated everywhere, by name; the first should be "sparda".
+        variants: projections and lookahead, evaluated on the model's own policy alone, by name.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer
+    sparse: SparseConfig
+    documents: Sequence[np.ndarray]
+    haystacks: Sequence[str]
+    calibration: np.ndarray
+    forecasts: dict[str, Forecast]
+    variants: dict[str, tuple[Forecast, int]]
+
+
+def read_inputs(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    text: Sequence[Path],
+    haystacks: Sequence[Path],
+    calibration: Sequence[Path],
+    forecasts: Sequence[str],
+    variants: Sequence[str],
+    documents: int,
+    plan: Plan,
+) -> Inputs:
+    """Reads what the command line names.
+
+    Args:
+        model: the decoder.
+        tokenizer: its tokenizer.
+        text: held-out documents; see `read_documents`.
+        haystacks: documents for needles, likewise.
+        calibration: text for InfiniGen, likewise.
+        forecasts: "NAME=PATH" each.
+        variants: "NAME=PATH" or "NAME=PATH@LOOKAHEAD" each; the path "random" is an untrained one.
+        documents: held-out documents to use at most; those that are too short are left out.
+        plan: see there.
+
+    Raises:
+        ValueError: no document is long enough, or too little calibration text.
+    """
+    encode = lambda text: tokenizer.encode(text, add_special=False)
+    read = lambda paths: read_documents(paths, encode)
+    found = [d for d in read(text) if len(d) >= plan.length][:documents]
+    if not found:
+        raise ValueError(f"no held-out document has {plan.length} tokens")
+    rows, length = plan.calibration_rows, plan.calibration_length
+    tokens = np.concatenate([np.zeros(0, np.int32), *read(calibration)])
+    if len(tokens) < rows * length:
+        raise ValueError(f"{len(tokens)} tokens of calibration text, {rows * length} are needed")
+    loaded, sparse = {}, SparseConfig()
+    for name, path in _pairs(forecasts):
+        loaded[name], policy = load_forecast(path, model)
+        sparse = policy or sparse
+    others = {}
+    for name, path in _pairs(variants):
+        path, _, ahead = path.partition("@")
+        if path == "random":
+            forecast = Forecast.random(model.config, dtype=model.dtype)
+        else:
+            forecast, _ = load_forecast(path, model)
+        others[name] = forecast, int(ahead or 1)
+    texts = [tokenizer.decode(document) for document in read(haystacks)]
+    windows = tokens[: rows * length].reshape(rows, length)
+    return Inputs(model, tokenizer, sparse, found, texts, windows, loaded, others)
+
+
+def _pairs(items: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for item in items:
+        name, found, path = item.partition("=")
+        if not found:
+            raise ValueError(f"expected NAME=PATH, got {item!r}")
+        yield name, path
+
+
+def rows(inputs: Inputs, plan: Plan, report: Report) -> Iterator[Row]:
+    """All rows, as they are done.
+
+    Args:
+        inputs: see there.
+        plan: see there.
+        report: progress, a line at a time.
+
+    Raises:
+        ValueError: two policies of one name.
+    """
+    model, count = inputs.model, inputs.model.config.num_layers
+    skews = calibrate(model, jnp.asarray(inputs.calibration))
+    report(f"InfiniGen calibrated on {inputs.calibration.size} tokens, {skews.channels} channels")
+    sparse = make.sparse_policy(count)
+    sparda = [make.sparda_policy(f, name) for name, f in inputs.forecasts.items()]
+    others = [make.infinigen_policy(skews), make.local_policy(count), make.random_policy(count)]
+    variants = [make.sparda_policy(f, name, n) for name, (f, n) in inputs.variants.items()]
+    everywhere = [sparse, *sparda, *others]
+    names = [policy.name for policy in (*everywhere, *variants)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two policies of one name: {', '.join(names)}")
+    oracle = make.oracle_policy(count)
+    if "selection" in plan.sections:
+        asked = [*everywhere, *variants, oracle]
+        yield from _selection(inputs, plan, asked, sparse, report)
+    if "language" in plan.sections:
+        yield from _language(inputs, plan, everywhere, variants, oracle, report)
+    if "needles" in plan.sections:
+        for length in plan.needle_lengths:
+            setting = Setting.of_percents(length, 16, NEEDLE_LOCAL_BLOCKS, plan.percents)
+            yield from quality.needle_rows(
+                model,
+                everywhere,
+                inputs.tokenizer,
+                inputs.haystacks,
+                setting,
+                samples=plan.samples,
+                seeds=plan.seeds,
+                row_tokens=plan.row_tokens,
+                report=report,
+            )
+
+
+def _edges(length: int) -> tuple[int, ...]:
+    """Quarters of the context by doubling: an eighth, a quarter, a half, all."""
+    return (0, length // 8, length // 4, length // 2, length)
+
+
+def _selection(
+    inputs: Inputs, plan: Plan, asked: list[Policy], sparse: Policy, report: Report
+) -> Iterator[Row]:
+    own = Setting.of_policy(plan.length, inputs.sparse)
+    percents = plan.setting(plan.length, plan.percents)
+    for setting, by_layer in ((own, True), (percents, False)):
+        yield from quality.selection_rows(
+            inputs.model,
+            asked if by_layer else [p for p in asked if p.name not in inputs.variants],
+            sparse,
+            inputs.documents,
+            setting,
+            edges=_edges(plan.length),
+            by_layer=by_layer,
+            report=report,
+        )
+
+
+def _language(
+    inputs: Inputs,
+    plan: Plan,
+    everywhere: list[Policy],
+    variants: list[Policy],
+    oracle: Policy,
+    report: Report,
+) -> Iterator[Row]:
+    own = Setting.of_policy(plan.length, inputs.sparse)
+    percents = plan.setting(plan.length, plan.percents)
+    runs = [(own, [*everywhere, *variants, oracle], inputs.documents)]
+    runs.append((percents, everywhere, inputs.documents))
+    if plan.fine_length:
+        fine = plan.setting(plan.fine_length, plan.percents)
+        runs.append((fine, everywhere, inputs.documents[: plan.fine_documents]))
+    # The noise of bfloat16: every block selected, by another attention than the dense one.
+    whole = plan.setting(plan.length, (100,))
+    runs.append((whole, [everywhere[0]], inputs.documents[:4]))
+    for setting, policies, documents in runs:
+        yield from quality.language_rows(
+            inputs.model,
+            policies,
+            documents,
+            setting,
+            edges=_edges(setting.length),
+            report=report,
+        )
