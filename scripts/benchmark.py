@@ -127,6 +127,7 @@ def quality(arguments: argparse.Namespace) -> None:
     plan = quality_benchmark.Plan(
         length=arguments.length,
         fine_length=arguments.fine_length,
+        percent_documents=arguments.percent_documents,
         fine_documents=arguments.fine_documents,
         blocks=arguments.blocks,
         needle_lengths=tuple(arguments.needle_lengths),
@@ -203,6 +204,7 @@ def main() -> None:
     command.add_argument("--documents", type=int, default=1000, help="long documents at most")
     command.add_argument("--length", type=int, default=8192, help="tokens of a long document")
     command.add_argument("--fine-length", type=int, default=2048, help="of a short one; 0: none")
+    command.add_argument("--percent-documents", type=int, default=1000, help="with %% budgets")
     command.add_argument("--fine-documents", type=int, default=1000, help="short ones at most")
     command.add_argument("--blocks", type=int, default=128, help="of a text, for %% budgets")
     command.add_argument("--needle-lengths", type=int, nargs="*", default=[1024, 2048, 4096])

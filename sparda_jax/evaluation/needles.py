@@ -272,6 +272,7 @@ def found(
 
 
 def batches(items: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    """The samples in groups of `size`; what is left over forms a smaller one."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+    """The samples in groups of at most `size`, as equal as can be: few shapes to compile."""
+    groups = -(-len(items) // size)
+    for group in range(groups):
+        yield items[len(items) * group // groups : len(items) * (group + 1) // groups]

@@ -39,6 +39,7 @@ class Plan:
             would be forced or selected; 0: none.
         percents: budgets, of the context.
         blocks: of a context whose budgets are percentages: of 64 tokens each at 8K, of 16 at 2K.
+        percent_documents: long documents at most where budgets are percentages.
         fine_documents: short documents at most.
         needle_lengths: tokens of needle prompts.
         samples: needles of each task, length and seed.
@@ -53,6 +54,7 @@ class Plan:
     fine_length: int = 2048
     percents: tuple[float, ...] = (50, 25, 12.5, 6.25)
     blocks: int = 128
+    percent_documents: int = 1000
     fine_documents: int = 1000
     needle_lengths: tuple[int, ...] = (1024, 2048, 4096)
     samples: int = 16
@@ -213,7 +215,7 @@ def _selection(
             inputs.model,
             asked if by_layer else [p for p in asked if p.name not in inputs.variants],
             sparse,
-            inputs.documents,
+            inputs.documents if by_layer else inputs.documents[: plan.percent_documents],
             setting,
             edges=_edges(plan.length),
             by_layer=by_layer,
@@ -232,7 +234,7 @@ def _language(
     own = Setting.of_policy(plan.length, inputs.sparse)
     percents = plan.setting(plan.length, plan.percents)
     runs = [(own, [*everywhere, *variants, oracle], inputs.documents)]
-    runs.append((percents, everywhere, inputs.documents))
+    runs.append((percents, everywhere, inputs.documents[: plan.percent_documents]))
     if plan.fine_length:
         fine = plan.setting(plan.fine_length, plan.percents)
         runs.append((fine, everywhere, inputs.documents[: plan.fine_documents]))
