@@ -176,7 +176,7 @@ def plot(rows: Rows, path: Path) -> None:
 
     matplotlib.use("Agg")
     # The same bytes for the same rows.
-    matplotlib.rcParams["svg.hashsalt"] = "quality"
+    matplotlib.rcParams |= {"svg.hashsalt": "quality", "svg.fonttype": "none"}
     import matplotlib.pyplot as pyplot
 
     panels: list[tuple[str, str]] = [
@@ -211,7 +211,7 @@ def _panel(axis: Any, rows: Rows, prefix: str, meter: str) -> None:
         axis.axhline(dense["median"], color="black", linewidth=0.8, linestyle=":", label="dense")
     axis.set_xscale("log", base=2)
     axis.set_xticks([6.25, 12.5, 25, 50], ["6.25", "12.5", "25", "50"])
-    axis.set_xlabel("budget, % of the context")
+    axis.set_xlabel("budget, % of the context", fontsize=8)
     setting = prefix.split("/")[1].replace("_", ", ")
     if meter == "kl":
         axis.set_yscale("log")
