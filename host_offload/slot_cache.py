@@ -103,15 +103,16 @@ def compact_misses(
         source, target (A = B*K*R entries, 0 after the misses), and the number of misses.
     """
     b, k, r = wanted.shape
-    pair = lax.broadcasted_iota(jnp.int32, (b * k, r), 0).reshape(b * k * r)
-    miss = plan.miss.reshape(b * k * r)
-    source = pair * num_blocks + wanted.reshape(b * k * r)
-    target = pair * plan.slot_blocks.shape[2] + plan.slot_ids.reshape(b * k * r)
-    count = miss.sum(dtype=jnp.int32)
-    # Stable: misses keep their order, and what is no miss moves behind them as zeros.
-    _, source, target = lax.sort(
-        (jnp.where(miss, 0, 1), jnp.where(miss, source, 0), jnp.where(miss, target, 0)),
-        num_keys=1,
-        is_stable=True,
-    )
-    return source, target, count
+    pair = lax.broadcasted_iota(jnp.int32, (b * k, r), 0)
+    miss = plan.miss.reshape(b * k, r)
+    source = pair * num_blocks + wanted.reshape(b * k, r)
+    target = pair * plan.slot_blocks.shape[2] + plan.slot_ids.reshape(b * k, r)
+    counts = miss.sum(axis=1, dtype=jnp.int32)
+    # Place in the list: by comparisons, since on a GPU a sort is a dozen kernels, and splits the
+    # CUDA graph in which fetch and compute run side by side.
+    other, own = (lax.broadcasted_iota(jnp.int32, (b * k, b * k), axis) for axis in (1, 0))
+    start = jnp.where(other < own, counts[None], 0).sum(axis=1, dtype=jnp.int32)
+    place = jnp.where(miss, start[:, None] + _rank(plan.miss, None).reshape(b * k, r), b * k * r)
+    empty = jnp.zeros(b * k * r, jnp.int32)
+    source, target = (empty.at[place].set(runs, mode="drop") for runs in (source, target))
+    return source, target, counts.sum(dtype=jnp.int32)
