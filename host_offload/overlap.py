@@ -1,5 +1,6 @@
-"""Two GPU streams inside one compiled program: the copy of one layer behind another's work.
+"""The copy of one layer behind another's work, inside one compiled program.
 
+Two ways, compared in docs/decode_kernels.md: CUDA graphs (``CONCURRENT_OPTIONS``), and two streams.
 XLA runs a program on one stream unless told otherwise.  A function wrapped by ``on_stream`` runs on
 the stream of that number.  Measured on an H200 with jax 0.11.2:
 
@@ -22,6 +23,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # For ``.lower().compile(compiler_options=...)`` of a program that uses ``on_stream``.
 COMPILER_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
+
+# Instead of streams: one CUDA graph, in which whatever the data allows runs side by side.  Nothing
+# is annotated.  What is to overlap must lie in one graph: a loop or a sort in between cuts it.
+CONCURRENT_OPTIONS = {
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 
 COMPUTE_STREAM = 1
 COPY_STREAM = 2

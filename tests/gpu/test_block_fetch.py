@@ -65,6 +65,27 @@ def test_fetch_from_pinned_memory(run, count):
     )
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("run", [(2, 64, 128), (2, 8, 64)])
+def test_quantised_pool_is_widened(dtype, run):
+    device, host = _shardings()
+    rng = np.random.default_rng(3)
+    _, slots, source, target = _operands(rng, run, 300)
+    pool = jnp.asarray(rng.integers(-127, 128, (RUNS, *run)), jnp.float32).astype(dtype)
+    scales = jnp.asarray(rng.uniform(0.01, 0.1, (RUNS, 2)), jnp.float32)
+    wide = (pool.astype(jnp.float32) * scales[..., None, None]).astype(jnp.bfloat16)
+    operands = (pool, slots, source, target, jnp.int32(299), scales)
+    expected = _expected(wide, slots, source, target, 299)
+    pinned = jax.device_put(pool, host)
+
+    def fetch(*args):
+        return fetch_blocks(*args[:-1], pool_scales=args[-1], implementation="mosaic")
+
+    program = _compiled(fetch, (host, *[device] * 5), operands)
+    np.testing.assert_array_equal(program(pinned, *operands[1:]), expected)
+    np.testing.assert_array_equal(jax.jit(fetch)(pinned, *operands[1:]), expected)
+
+
 def test_fetch_in_a_while_loop():
     device, host = _shardings()
     pool, slots, source, target = _operands(np.random.default_rng(5), (2, 64, 128), 100)
@@ -118,8 +139,8 @@ def test_fetch_beside_compute_gives_the_same():
     def compute(x, w):
         return lax.tanh(x @ w)
 
-    def program(streams, pool, slots, source, target, x, w):
-        on = overlap.on_stream if streams else (lambda function, _: function)
+    def program(how, pool, slots, source, target, x, w):
+        on = overlap.on_stream if how == "streams" else (lambda function, _: function)
         for i in range(4):
             moved = (source + 17 * i) % RUNS
             slots = on(fetch, overlap.COPY_STREAM)(pool, slots, moved, target, jnp.int32(300))
@@ -129,15 +150,18 @@ def test_fetch_beside_compute_gives_the_same():
     operands = (pool, slots, source, target, x, w)
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
     results = []
-    for streams in (True, False):
+    for how, options in (
+        ("serial", None),
+        ("streams", overlap.COMPILER_OPTIONS),
+        ("graph", overlap.CONCURRENT_OPTIONS),
+    ):
         traced = jax.jit(
-            lambda *a, streams=streams: program(streams, *a), in_shardings=(host, *[device] * 5)
+            lambda *a, how=how: program(how, *a), in_shardings=(host, *[device] * 5)
         ).trace(*types)
-        compiled = traced.lower().compile(compiler_options=overlap.COMPILER_OPTIONS)
+        compiled = traced.lower().compile(compiler_options=options)
         results.append(compiled(jax.device_put(pool, host), *operands[1:]))
-        if streams:
-            assert "call-start" in compiled.as_text()
-            again = compiled(jax.device_put(pool, host), *operands[1:])
-            np.testing.assert_array_equal(again[0], results[0][0])
-    np.testing.assert_array_equal(results[0][1], results[1][1])
-    np.testing.assert_allclose(results[0][0], results[1][0], atol=2e-3)
+        assert ("call-start" in compiled.as_text()) == (how == "streams")
+        again = compiled(jax.device_put(pool, host), *operands[1:])
+        np.testing.assert_array_equal(again[0], results[-1][0])
+        np.testing.assert_array_equal(results[-1][1], results[0][1])
+        np.testing.assert_allclose(results[-1][0], results[0][0], atol=2e-3)

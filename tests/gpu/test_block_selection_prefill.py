@@ -26,6 +26,7 @@ CASES = [
     {"group": 8, "length": 9000, "geometry": BlockGeometry(128, 32, 16), "local_blocks": 0},
     {"group": 0, "length": 5000, "mask_future": False, "local_blocks": 0},
     {"group": 2, "length": 3000, "dense": True, "width": 47},
+    {"group": 4, "length": 9000, "coarse": True},
 ]
 
 
@@ -39,6 +40,7 @@ def test_equals_reference(index):
     if "dense" in rules:
         rules["dense"] = jnp.array([True, False])
     batch, kv_heads, tokens = 2, 2, 160
+    coarse = BlockGeometry(256, 128, 64) if rules.pop("coarse", False) else None
     capacity = geometry.num_compressed(length)
     # From the first token on in one request, up to the last in the other.
     positions = np.stack([np.arange(tokens) * 3, length - tokens + np.arange(tokens)])
@@ -52,6 +54,9 @@ def test_equals_reference(index):
         jnp.asarray(np.minimum(windows(positions), capacity), jnp.int32),
     )
     rules |= {"num_blocks": geometry.num_blocks(length), "geometry": geometry}
+    if coarse:
+        rules["coarse"] = integers(batch, kv_heads, coarse.num_compressed(length), head_dim)
+        rules["coarse_visible"] = jnp.asarray(coarse.complete_windows(positions), jnp.int32)
     select = select_blocks_multi_head if group else select_blocks_forecast
     jax.block_until_ready(jnp.full((64, 2**20), jnp.nan)).delete()
     run = jax.jit(lambda *a: select(*a, **rules, implementation="mosaic"))

@@ -73,6 +73,30 @@ def test_equals_reference(index, biased):
     np.testing.assert_array_equal(again[1], lse)
 
 
+@pytest.mark.parametrize("index", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_slots(index, dtype):
+    """Exact products of what is stored: the tolerance is that of bfloat16 slots."""
+    operands, biases = _operands(np.random.default_rng(index), **CASES[index])
+    q, slots, ids, tail, mask = operands
+    wide = jnp.nan_to_num(slots.astype(jnp.float32))
+    scales = jnp.abs(wide).max(axis=(4, 5)) / (127 if dtype == "int8" else 448)
+    scales = jnp.where(scales > 0, scales, jnp.nan)  # slots that nobody names
+    narrow = jnp.nan_to_num(wide / scales[..., None, None])
+    narrow = (jnp.rint(narrow) if dtype == "int8" else narrow).astype(dtype)
+    biases = {"slot_scales": scales} | (biases if index == 3 else {})
+    out, lse = _run((q, narrow, ids, tail, mask), biases)
+    exact = (q.astype(jnp.float32), narrow, ids, jnp.nan_to_num(tail.astype(jnp.float32)), mask)
+    biases["slot_scales"] = jnp.nan_to_num(scales)
+    with jax.default_matmul_precision("highest"):
+        expected, expected_lse = pool_attention(
+            *exact, **biases, return_lse=True, implementation="xla"
+        )
+    out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
+    assert np.linalg.norm(out - expected) <= 5e-3 * np.linalg.norm(expected)
+    np.testing.assert_allclose(lse, expected_lse, atol=3e-3)
+
+
 def test_permuted_slots_give_the_same_bits():
     rng = np.random.default_rng(20)
     operands, _ = _operands(rng, **CASES[1])

@@ -4,7 +4,7 @@ A module of this folder registers functions with ``benchmark(name)``; importing 
 it run.  See ``harness`` for timing, ``Row`` for what a benchmark yields.
 """
 
-from sparda_jax.evaluation.kernel_benchmarks import fetch, hiding, pool, prefill, selection
+from sparda_jax.evaluation.kernel_benchmarks import fetch, hiding, peers, pool, prefill, selection
 from sparda_jax.evaluation.kernel_benchmarks.harness import (
     REGISTRY,
     Row,
@@ -21,6 +21,7 @@ __all__ = [
     "benchmark",
     "fetch",
     "hiding",
+    "peers",
     "pool",
     "prefill",
     "results_document",

@@ -36,12 +36,13 @@ RUNS = {32768: (2, 64, 128), 16384: (2, 32, 128), 4096: (2, 8, 128), 256: (1, 1,
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """One pool in pinned memory, and the ahead-of-time program over it."""
+    """One pool, in pinned memory and on the device; scales if it is quantised."""
 
     device: Any
     host: Any
     pool: jax.Array
     resident: jax.Array
+    scales: jax.Array | None
 
 
 @benchmark("block_fetch")
@@ -68,12 +69,38 @@ def fetch(session: Session) -> Iterator[Row]:
             )
 
 
-def _case(run: tuple[int, ...], num_runs: int) -> _Case:
+@benchmark("block_fetch/quantised")
+def quantised_fetch(session: Session) -> Iterator[Row]:
+    """Runs of 16 KiB of int8 (P=64, H=128) widened to bfloat16 slots; bytes of the pool."""
+    case = _case((2, 64, 128), POOL_BYTES // 16384, jnp.int8)
+    for megabytes in (100, 10):
+        runs = megabytes * 10**6 // 16384
+        config = fetch_config(16384, runs)
+        timing, wrong = _measure(session, case, (2, 64, 128), runs, config)
+        rate = converted(timing, runs * 16384e-3)
+        yield Row(
+            name=f"block_fetch/int8/16384B/{megabytes}MB/ctas{config.ctas}x{config.stages}",
+            timing=rate,
+            unit="GB/s",
+            better="higher",
+            of_roofline=rate.median / 53.0,
+            error=wrong,
+        )
+
+
+def _case(run: tuple[int, ...], num_runs: int, dtype: Any = jnp.bfloat16) -> _Case:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     host = device.with_memory_kind("pinned_host")
-    fill = jax.jit(lambda key: jax.random.normal(key, (num_runs, *run), jnp.bfloat16))
-    resident = fill(jax.random.key(0))
-    return _Case(device, host, jax.block_until_ready(jax.device_put(resident, host)), resident)
+    shape, scales = (num_runs, *run), None
+    if dtype == jnp.int8:
+        resident = jax.jit(lambda key: jax.random.randint(key, shape, -127, 128, jnp.int8))(
+            jax.random.key(0)
+        )
+        scales = jax.random.uniform(jax.random.key(1), (num_runs, 2), minval=0.01)
+    else:
+        resident = jax.jit(lambda key: jax.random.normal(key, shape, dtype))(jax.random.key(0))
+    pool = jax.block_until_ready(jax.device_put(resident, host))
+    return _Case(device, host, pool, resident, scales)
 
 
 def _measure(
@@ -83,14 +110,15 @@ def _measure(
     total = case.pool.shape[0]
     source = jnp.asarray(rng.permutation(total)[:runs], jnp.int32)
     target = jnp.asarray(rng.permutation(runs), jnp.int32)
-    loops = max(4, round(600e6 / (runs * np.prod(run) * 2)))
+    loops = max(4, round(600e6 / (runs * np.prod(run) * case.pool.dtype.itemsize)))
 
     def program(pool: Any, slots: Any, source: Any, target: Any, count: Any) -> Any:
         def fetch_once(i: Any, slots: Any) -> Any:
             # Other runs every time: nothing stays in a cache.
             return mosaic.fetch_blocks(
-                pool, slots, (source + i * runs) % total, target, count, config=config
-            )
+                pool, slots, (source + i * runs) % total, target, count,
+                pool_scales=case.scales, config=config,
+            )  # fmt: skip
 
         return lax.fori_loop(0, loops, fetch_once, slots)
 
@@ -105,7 +133,11 @@ def _measure(
     wrong = None
     if session.refcheck:
         last = (source + (loops - 1) * runs) % total
-        same = state["slots"][target] == case.resident[last]
+        expected = case.resident[last]
+        if case.scales is not None:
+            wide = expected.astype(jnp.float32) * case.scales[last][..., None, None]
+            expected = wide.astype(jnp.bfloat16)
+        same = state["slots"][target] == expected
         wrong = 1.0 - float(same.mean())
 
     def call() -> Any:

@@ -1,6 +1,7 @@
 """Pool attention: one query token (bound by memory) and a block of them (bound by compute)."""
 
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ def one_token(session: Session) -> Iterator[Row]:
         timing, outputs = session.time(_call, variants, shared=(mask,))
         moved = batch * 2 * (SELECTED + 1) * 2 * BLOCK * HEAD_DIM * 2
         rate = converted(timing, moved * 1e-3)
+        copy = _copy_rate(session, moved)
         yield Row(
             name=f"pool_attention/W1/B{batch}",
             timing=rate,
@@ -31,8 +33,42 @@ def one_token(session: Session) -> Iterator[Row]:
             better="higher",
             target=0.85 * session.copy_bandwidth * 1e-9 if batch >= 8 else None,
             of_roofline=rate.median * 1e9 / session.copy_bandwidth,
+            peers={"copy of as many bytes": copy},
             error=_error((*variants[-1], mask), outputs[-1]) if session.refcheck else None,
         )
+
+
+@benchmark("pool_attention/quantised")
+def quantised(session: Session) -> Iterator[Row]:
+    """As ``one_token`` with int8 and e4m3 slots: half the bytes, counted as they are stored."""
+    for batch in (8, 32, 64):
+        mask = _mask(batch, 1)
+        variants = _variants(batch, 1, heads=2, group=16)
+        for name, dtype in (("int8", jnp.int8), ("e4m3", jnp.float8_e4m3fn)):
+            narrow = [(q, *_narrow(slots, dtype), *rest) for q, slots, *rest in variants]
+            timing, outputs = session.time(_call_quantised, narrow, shared=(mask,))
+            stored = batch * 2 * 2 * BLOCK * HEAD_DIM * (SELECTED + 2)
+            rate = converted(timing, stored * 1e-3)
+            error = None
+            if session.refcheck:
+                error = _error_quantised((*narrow[-1], mask), outputs[-1])
+            yield Row(
+                name=f"pool_attention/W1/B{batch}/{name}",
+                timing=rate,
+                unit="GB/s",
+                better="higher",
+                of_roofline=rate.median * 1e9 / session.copy_bandwidth,
+                error=error,
+            )
+
+
+def _copy_rate(session: Session, moved: float) -> float:
+    """GB/s of a device copy that reads and writes ``moved`` bytes in all, timed the same way."""
+    elements = int(moved) // 8
+    count = max(2, min(4, round(ROTATE / (4 * elements))))
+    arrays = [(jnp.arange(elements, dtype=jnp.float32) + i,) for i in range(count)]
+    timing, _ = session.time(lambda x: -x, arrays)
+    return converted(timing, moved * 1e-3).median
 
 
 @benchmark("pool_attention/W32")
@@ -56,6 +92,42 @@ def _call(*operands: jax.Array) -> jax.Array:
     out = pool_attention(*operands, implementation="mosaic")
     assert isinstance(out, jax.Array)
     return out
+
+
+def _call_quantised(
+    q: jax.Array,
+    slots: jax.Array,
+    scales: jax.Array,
+    ids: jax.Array,
+    tail: jax.Array,
+    mask: jax.Array,
+    implementation: Literal["mosaic", "xla"] = "mosaic",
+) -> jax.Array:
+    out = pool_attention(
+        q, slots, ids, tail, mask, slot_scales=scales, implementation=implementation
+    )
+    assert isinstance(out, jax.Array)
+    return out
+
+
+@jax.jit(static_argnums=1)
+def _narrow(slots: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Slots of an 8-bit dtype and the scales of their keys and values."""
+    wide = slots.astype(jnp.float32)
+    most = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    scales = jnp.abs(wide).max(axis=(4, 5)) / most
+    wide = wide / scales[..., None, None]
+    return (jnp.rint(wide) if dtype == jnp.int8 else wide).astype(dtype), scales
+
+
+def _error_quantised(operands: tuple[jax.Array, ...], output: jax.Array) -> float:
+    """Relative L2 error of the first requests against the reference on the same 8-bit slots."""
+    q, slots, scales, ids, tail, mask = (operand[:4] for operand in operands)
+    wide = (q.astype(jnp.float32), slots, scales, ids, tail.astype(jnp.float32), mask)
+    with jax.default_matmul_precision("highest"):
+        expected = _call_quantised(*wide, implementation="xla")
+    difference = output[:4].astype(jnp.float32) - expected
+    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected))
 
 
 def _variants(batch: int, tokens: int, *, heads: int, group: int) -> list[tuple[jax.Array, ...]]:

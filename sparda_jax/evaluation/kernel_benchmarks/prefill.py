@@ -144,6 +144,34 @@ def selection(session: Session) -> Iterator[Row]:
         yield Row(f"{path}/extra_memory", _exact(memory), "MiB", "lower", target=256.0)
 
 
+@benchmark("block_selection/coarse/prefill")
+def coarse_selection(session: Session) -> Iterator[Row]:
+    """Multi-head selection of 128K tokens with the softmax's sums over 4 times coarser keys."""
+    arguments, rules = _selection_inputs(131072, 32)
+    exact, _, _ = _selection_time(session, select_blocks_multi_head, arguments, rules, "mosaic")
+    geometry = BlockGeometry(256, 128, 64)
+    shape = (1, 2, geometry.num_compressed(131072), 128)
+    rules |= {
+        "coarse": jax.random.normal(jax.random.key(3), shape, jnp.bfloat16),
+        "coarse_visible": geometry.complete_windows(jnp.arange(131072, dtype=jnp.int32)[None]),
+    }
+    timing, _, chosen = _selection_time(
+        session, select_blocks_multi_head, arguments, rules, "mosaic"
+    )
+    error = None
+    if session.refcheck:
+        last = rules | {"coarse_visible": rules["coarse_visible"][:, -1024:]}
+        error = _disagreement(select_blocks_multi_head, arguments, last, chosen)
+    yield Row(
+        name="block_selection/multi_head/prefill/128K/coarse",
+        timing=timing,
+        unit="us",
+        better="lower",
+        peers={"exact sums": exact.median},
+        error=error,
+    )
+
+
 def _selection_inputs(tokens: int, heads: int) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     kv_heads, head_dim = 2, 128
     capacity = GEOMETRY.num_compressed(tokens)
