@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from host_offload.fetch import Fetcher, ProgramFetcher
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine import cache as caches
-from sparda_jax.engine.lookahead import Ahead
+from sparda_jax.engine.choosers import Chooser, own_choosers
 from sparda_jax.engine.phases import TracedPhases, run_layers
 from sparda_jax.engine.sampling import sample
 from sparda_jax.engine.state import DecodeState, DenseCache, LayerCache, Step, StepOutput
@@ -76,7 +76,7 @@ def decode_step(
     fetcher: Fetcher | None,
     sparse: SparseConfig | None,
     num_blocks: int,
-    aheads: tuple[Ahead | None, ...],
+    choosers: tuple[Chooser, ...],
     prefetch: bool,
 ) -> tuple[DecodeState, StepOutput]:
     """Decodes one token for every active request; arguments as those of `decode_steps`.
@@ -88,7 +88,7 @@ def decode_step(
       fetcher: where missed blocks come from; None when the KV is resident.
       sparse: selection rules; None is dense attention.
       num_blocks: M, blocks a sequence can hold.
-      aheads: per layer, who chooses its blocks one layer early.
+      choosers: of each layer.
       prefetch: fetch on a stream of its own.
     """
     x, step = begin_step(model, rope, state)
@@ -102,8 +102,8 @@ def decode_step(
             dense.append(cache)
         layers = tuple(dense)
     else:
-        phases = TracedPhases(model, aheads, fetcher, step, sparse, num_blocks, prefetch)
-        x, layers, plans = run_layers(phases, x, state.layers, [a is not None for a in aheads])
+        phases = TracedPhases(model, choosers, fetcher, step, sparse, num_blocks, prefetch)
+        x, layers, plans = run_layers(phases, x, state.layers, choosers)
         counts = [
             sum((getattr(plan, name) for plan in plans), counts[0])
             for name in ("free", "hits", "fetched")
@@ -117,7 +117,7 @@ def decode_steps(
     rope: RopeTable,
     pool: tuple[Float[Array, "B K M 2 P H"], ...] | None,
     state: DecodeState,
-    aheads: tuple[Ahead | None, ...] | None = None,
+    choosers: tuple[Chooser, ...] | None = None,
     *,
     steps: int,
     sparse: SparseConfig | None,
@@ -135,8 +135,7 @@ def decode_steps(
       rope: table that covers every position.
       pool: L host arrays; None when the KV is resident.
       state: the batch; donate it.
-      aheads: per layer, who chooses its blocks one layer early (`forecast_ahead`); None: every
-        layer by its own queries.
+      choosers: who chooses the blocks of each layer (`forecast_choosers`); None: its own queries.
       steps: n, static.
       sparse: selection rules; None is dense attention.
       num_blocks: M, blocks a sequence can hold.
@@ -156,7 +155,7 @@ def decode_steps(
             f"when KV is offloaded, got {steps}"
         )
     fetcher = None if pool is None else ProgramFetcher(pool, own_stream=prefetch)
-    choosers = (None,) * len(model.layers) if aheads is None else aheads
+    choosers = own_choosers(len(model.layers)) if choosers is None else choosers
 
     def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
         return decode_step(model, rope, state, fetcher, sparse, num_blocks, choosers, prefetch)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from host_offload.fetch import Fetcher
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine import decode, phases
-from sparda_jax.engine.lookahead import Ahead
+from sparda_jax.engine.choosers import Chooser
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.phases import Plan
 from sparda_jax.engine.programs import Programs
@@ -33,7 +33,7 @@ class CompiledPhases:
     Attributes:
       programs: of the engine.
       layers: parameters of each layer.
-      aheads: per layer, who chooses its blocks one layer early.
+      choosers: of each layer.
       fetcher: driven from the host.
       sparse: selection rules.
       num_blocks: M, blocks a sequence can hold.
@@ -42,7 +42,7 @@ class CompiledPhases:
 
     programs: Programs
     layers: tuple[Parameters[DecoderLayer], ...]
-    aheads: tuple[Ahead | None, ...]
+    choosers: tuple[Chooser, ...]
     fetcher: Fetcher
     sparse: SparseConfig
     num_blocks: int
@@ -53,23 +53,14 @@ class CompiledPhases:
         run = self.programs.on_layer(
             phases.project_layer, donate=(3,), geometry=self.sparse.geometry
         )
-        return run(self.layers[index].arrays, self.aheads[index], x, cache, self.step)
+        return run(self.layers[index].arrays, self.choosers[index], x, cache, self.step)
 
-    def choose_own(self, q: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
-        """See `phases.choose_own`."""
-        run = self.programs.plain(
-            phases.choose_own, donate=(1,), sparse=self.sparse, num_blocks=self.num_blocks
-        )
-        return run(q, cache, self.step)
-
-    def choose_ahead(
-        self, index: int, normed: Array, cache: SparseCache
-    ) -> tuple[SparseCache, Plan]:
-        """See `phases.choose_ahead`."""
+    def choose(self, index: int, source: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
+        """See `phases.choose_blocks`."""
         run = self.programs.on_layer(
-            phases.choose_ahead, donate=(3,), sparse=self.sparse, num_blocks=self.num_blocks
+            phases.choose_blocks, donate=(3,), sparse=self.sparse, num_blocks=self.num_blocks
         )
-        return run(self.layers[index].arrays, self.aheads[index], normed, cache, self.step)
+        return run(self.layers[index].arrays, self.choosers[index], source, cache, self.step)
 
     def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
         """Waits for the miss list; the copies themselves are asynchronous."""
@@ -100,7 +91,7 @@ def eager_step(
     fetcher: Fetcher,
     sparse: SparseConfig,
     num_blocks: int,
-    aheads: tuple[Ahead | None, ...],
+    choosers: tuple[Chooser, ...],
 ) -> tuple[DecodeState, StepOutput]:
     """One token for every active request, as `decode.decode_step`.
 
@@ -113,16 +104,15 @@ def eager_step(
       fetcher: driven from the host.
       sparse: selection rules.
       num_blocks: M, blocks a sequence can hold.
-      aheads: per layer, who chooses its blocks one layer early.
+      choosers: of each layer.
 
     Returns:
       The state, and the output with a leading axis of 1.
     """
     rest = dataclasses.replace(state, layers=())
     x, step = programs.on_model(decode.begin_step)(model.arrays, rope, rest)
-    run = CompiledPhases(programs, layers, aheads, fetcher, sparse, num_blocks, step)
-    chosen_ahead = [ahead is not None for ahead in aheads]
-    x, caches, plans = phases.run_layers(run, x, state.layers, chosen_ahead)
+    run = CompiledPhases(programs, layers, choosers, fetcher, sparse, num_blocks, step)
+    x, caches, plans = phases.run_layers(run, x, state.layers, choosers)
     counts = (tuple(getattr(plan, name) for plan in plans) for name in ("free", "hits", "fetched"))
     rest, output = programs.on_model(_end)(model.arrays, x, rest, *counts)
     return dataclasses.replace(rest, layers=caches), output

@@ -15,8 +15,13 @@ from host_offload.fetch import EagerFetcher
 from host_offload.host_pool import HostPool
 from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
 from sparda_jax.engine import decode, prefill
+from sparda_jax.engine.choosers import (
+    ForecastAhead,
+    forecast_choosers,
+    infinigen_choosers,
+    own_choosers,
+)
 from sparda_jax.engine.eager import eager_step
-from sparda_jax.engine.lookahead import Ahead, ForecastAhead, forecast_ahead, infinigen_ahead
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.plan import BatchPlan, check_memory, plan_batch
 from sparda_jax.engine.programs import Programs
@@ -87,12 +92,12 @@ class Engine:
             )
         self._check_weights("sparda", "Forecast weights", forecast)
         self._check_weights("infinigen", "a calibrated InfiniGen", infinigen)
-        self.aheads: tuple[Ahead | None, ...] = (None,) * len(model.layers)
+        self.choosers = own_choosers(len(model.layers))
         if forecast is not None:
             check_lookahead(self.sparse)
-            self.aheads = forecast_ahead(forecast)
+            self.choosers = forecast_choosers(forecast)
         elif infinigen is not None:
-            self.aheads = infinigen_ahead(infinigen)
+            self.choosers = infinigen_choosers(infinigen)
         self._partial_channels = 0 if infinigen is None else infinigen.channels
         self.parameters = Parameters.of(model)
         self.layers = tuple(Parameters.of(layer) for layer in model.layers)
@@ -106,7 +111,7 @@ class Engine:
     @property
     def prefetch(self) -> bool:
         """Whether fetches run on a stream of their own."""
-        ahead = any(ahead is not None for ahead in self.aheads)
+        ahead = any(chooser.ahead for chooser in self.choosers)
         offloaded = self.config.offload == "host" and self.config.fetch == "program"
         return self.config.prefetch and ahead and offloaded and self.device.platform == "gpu"
 
@@ -117,9 +122,9 @@ class Engine:
 
     def forecast_kernel(self, index: int) -> jax.Array:
         """The projection that chooses the blocks of layer `index`, in mode "sparda"."""
-        ahead = self.aheads[index]
-        assert isinstance(ahead, ForecastAhead)
-        return ahead.kernel
+        chooser = self.choosers[index]
+        assert isinstance(chooser, ForecastAhead)
+        return chooser.kernel
 
     def put(self, tree: Any) -> Any:
         """Copies a pytree of (numpy or jax) arrays to the device, explicitly."""
@@ -271,7 +276,7 @@ class Generation:
                 fetcher,
                 engine.sparse,
                 plan.num_blocks,
-                engine.aheads,
+                engine.choosers,
             )
         program = engine.programs.on_model(
             decode.decode_steps,
@@ -282,8 +287,8 @@ class Generation:
             num_blocks=plan.num_blocks,
             prefetch=engine.prefetch,
         )
-        program.compile(arrays, rope, pool and pool.layers, self.state, engine.aheads)
-        return lambda state: program(arrays, rope, pool and pool.layers, state, engine.aheads)
+        program.compile(arrays, rope, pool and pool.layers, self.state, engine.choosers)
+        return lambda state: program(arrays, rope, pool and pool.layers, state, engine.choosers)
 
     def _tails(self) -> tuple[jax.Array, ...]:
         assert self.state is not None

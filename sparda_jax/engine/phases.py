@@ -1,7 +1,7 @@
 """What one decode step does in a sparse layer, phase by phase, and the order of the phases.
 
-A layer projects (`project_layer`), has its blocks chosen and its slots planned (`choose_own` by its
-own queries, or `choose_ahead` while the layer before it runs), fetches what is missing, and attends
+A layer projects (`project_layer`), has its blocks chosen and its slots planned (`choose_blocks`, in
+some modes while the layer before is at work), fetches what is missing, and attends
 (`attend_layer`). `run_layers` is the order. The phases run traced into one program
 (`TracedPhases`), or as programs of their own with the host in between (`sparda_jax.engine.eager`).
 """
@@ -23,11 +23,10 @@ from pallas_kernels.geometry import BlockGeometry
 from pallas_kernels.pool_attention import pool_attention
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine import cache as caches
-from sparda_jax.engine.lookahead import Ahead
+from sparda_jax.engine.choosers import Chooser
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.state import LayerCache, SparseCache, Step
 from sparda_jax.models.decoder import Decoder, DecoderLayer
-from sparda_jax.sparse.infllm_v2 import select_decode
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +88,7 @@ def _plan(
 
 def project_layer(
     layer: DecoderLayer,
-    ahead: Ahead | None,
+    chooser: Chooser,
     x: Float[Array, "B 1 D"],
     cache: SparseCache,
     step: Step,
@@ -99,7 +98,7 @@ def project_layer(
 
     Args:
       layer: parameters.
-      ahead: who chooses this layer's blocks one layer early, in later steps.
+      chooser: who chooses this layer's blocks, in later steps too.
       x: hidden states.
       cache: the layer's cache.
       step: position and RoPE rows.
@@ -112,42 +111,20 @@ def project_layer(
     k, v = k[:, 0], v[:, 0]
     cache = caches.append_compressed(cache, k, step.position, geometry)
     cache = caches.append_tail(cache, k, v, step.position, geometry.block_size)
-    if ahead is not None:
-        cache = ahead.append(cache, k, step.position)
-    return q, layer.attention_norm(x), cache
+    return q, layer.attention_norm(x), chooser.append(cache, k, step.position)
 
 
-def choose_own(
-    q: Float[Array, "B 1 N H"],
-    cache: SparseCache,
-    step: Step,
-    sparse: SparseConfig,
-    num_blocks: int,
-) -> tuple[SparseCache, Plan]:
-    """Blocks by the layer's own queries, and where they are or go.
-
-    Args:
-      q: queries of the new token.
-      cache: the layer's cache with the new token.
-      step: positions.
-      sparse: selection rules.
-      num_blocks: M, blocks a sequence can hold.
-    """
-    selection = select_decode(q, cache.compressed, step.position + 1, sparse, num_blocks)
-    return _plan(cache, selection.ids[:, :, 0], step, sparse, num_blocks)
-
-
-def choose_ahead(
+def choose_blocks(
     layer: DecoderLayer,
-    ahead: Ahead,
-    normed: Float[Array, "B 1 D"],
+    chooser: Chooser,
+    source: Array,
     cache: SparseCache,
     step: Step,
     sparse: SparseConfig,
     num_blocks: int,
 ) -> tuple[SparseCache, Plan]:
-    """Blocks of `layer` by the hidden state of the layer before it; see `Ahead.choose`."""
-    selection = ahead.choose(layer, normed, cache, step, sparse, num_blocks)
+    """The blocks of `layer`, and where they are or go; arguments as in `Chooser.choose`."""
+    selection = chooser.choose(layer, source, cache, step, sparse, num_blocks)
     return _plan(cache, selection.ids[:, :, 0], step, sparse, num_blocks)
 
 
@@ -175,14 +152,8 @@ class Phases(Protocol):
         """See `project_layer`."""
         ...
 
-    def choose_own(self, q: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
-        """See `choose_own`."""
-        ...
-
-    def choose_ahead(
-        self, index: int, normed: Array, cache: SparseCache
-    ) -> tuple[SparseCache, Plan]:
-        """See `choose_ahead`."""
+    def choose(self, index: int, source: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
+        """See `choose_blocks`."""
         ...
 
     def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
@@ -198,7 +169,7 @@ def run_layers(
     phases: Phases,
     x: Float[Array, "B 1 D"],
     layers: tuple[LayerCache, ...],
-    chosen_ahead: Sequence[bool],
+    choosers: Sequence[Chooser],
 ) -> tuple[Float[Array, "B 1 D"], tuple[SparseCache, ...], list[Plan]]:
     """All sparse layers of one step: the one place that orders the phases.
 
@@ -209,29 +180,26 @@ def run_layers(
       phases: how to run each.
       x: hidden states.
       layers: their caches.
-      chosen_ahead: per layer, whether its blocks are chosen one layer early (layer 0: by its own
-        hidden state, before its attention like every other).
+      choosers: of each layer. One that looks ahead is asked while the layer before is at work, the
+        first layer's in that layer.
     """
     held = [cache for cache in layers if isinstance(cache, SparseCache)]
     plans: dict[int, Plan] = {}
     for index in range(len(held)):
         q, normed, held[index] = phases.project(index, x, held[index])
-        if not chosen_ahead[index]:
-            plans[index] = _fetch(phases, index, held, phases.choose_own(q, held[index]))
-        following = [0, 1] if index == 0 else [index + 1]
-        for later in following:
-            if later < len(held) and chosen_ahead[later]:
-                chosen = phases.choose_ahead(later, normed, held[later])
-                plans[later] = _fetch(phases, later, held, chosen)
+        if not choosers[index].ahead:
+            plans[index] = _choose(phases, index, q, held)
+        elif index == 0:
+            plans[0] = _choose(phases, 0, normed, held)
+        if index + 1 < len(held) and choosers[index + 1].ahead:
+            plans[index + 1] = _choose(phases, index + 1, normed, held)
         x = phases.attend(index, x, q, held[index], plans[index].rows)
     return x, tuple(held), [plans[index] for index in range(len(held))]
 
 
-def _fetch(
-    phases: Phases, index: int, held: list[SparseCache], chosen: tuple[SparseCache, Plan]
-) -> Plan:
-    """Fetches what a layer misses; its cache in `held` is replaced."""
-    cache, plan = chosen
+def _choose(phases: Phases, index: int, source: Array, held: list[SparseCache]) -> Plan:
+    """Chooses a layer's blocks and fetches what is missing; its cache in `held` is replaced."""
+    cache, plan = phases.choose(index, source, held[index])
     blocks = phases.fetch(index, cache.blocks, plan)
     held[index] = dataclasses.replace(cache, blocks=blocks)
     return plan
@@ -243,7 +211,7 @@ class TracedPhases:
 
     Attributes:
       model: parameters.
-      aheads: per layer, who chooses its blocks one layer early.
+      choosers: of each layer.
       fetcher: where missed blocks come from; None when the KV is resident.
       step: of this token.
       sparse: selection rules.
@@ -252,7 +220,7 @@ class TracedPhases:
     """
 
     model: Decoder
-    aheads: tuple[Ahead | None, ...]
+    choosers: tuple[Chooser, ...]
     fetcher: Fetcher | None
     step: Step
     sparse: SparseConfig
@@ -261,20 +229,13 @@ class TracedPhases:
 
     def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
         """See `project_layer`."""
-        layer, ahead = self.model.layers[index], self.aheads[index]
-        return project_layer(layer, ahead, x, cache, self.step, self.sparse.geometry)
+        layer, chooser = self.model.layers[index], self.choosers[index]
+        return project_layer(layer, chooser, x, cache, self.step, self.sparse.geometry)
 
-    def choose_own(self, q: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
-        """See `choose_own`."""
-        return choose_own(q, cache, self.step, self.sparse, self.num_blocks)
-
-    def choose_ahead(
-        self, index: int, normed: Array, cache: SparseCache
-    ) -> tuple[SparseCache, Plan]:
-        """See `choose_ahead`."""
-        layer, ahead = self.model.layers[index], self.aheads[index]
-        assert ahead is not None
-        return choose_ahead(layer, ahead, normed, cache, self.step, self.sparse, self.num_blocks)
+    def choose(self, index: int, source: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
+        """See `choose_blocks`."""
+        layer, chooser = self.model.layers[index], self.choosers[index]
+        return choose_blocks(layer, chooser, source, cache, self.step, self.sparse, self.num_blocks)
 
     def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
         """Nothing to do where the KV is resident."""

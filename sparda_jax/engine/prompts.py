@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.host_pool import HostPool
 from sparda_jax.engine import prefill
-from sparda_jax.engine.lookahead import InfiniGenAhead
+from sparda_jax.engine.choosers import InfiniGenAhead
 from sparda_jax.engine.plan import BatchPlan, pad_prompts
 from sparda_jax.engine.state import DenseCache, LayerCache, SparseCache
 
@@ -100,10 +100,10 @@ class PromptRun:
         self, index: int, kv: jax.Array, compressed: jax.Array, lengths: jax.Array
     ) -> SparseCache:
         """What stays of a layer's KV on the device; offloaded, the blocks go to the host."""
-        programs, plan, ahead = self._engine.programs, self._plan, self._engine.aheads[index]
+        programs, plan, chooser = self._engine.programs, self._plan, self._engine.choosers[index]
         partial = None
-        if isinstance(ahead, InfiniGenAhead):
-            partial = programs.plain(prefill.partial_cache)(kv, ahead.skew)
+        if isinstance(chooser, InfiniGenAhead):
+            partial = programs.plain(prefill.partial_cache)(kv, chooser.skew)
         tail, window = programs.plain(prefill.decode_tail, sparse=self._engine.sparse)(kv, lengths)
         if self._pool is None:
             return SparseCache(kv, None, tail, window, compressed, partial)

@@ -11,7 +11,7 @@ from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine import decode, prefill
-from sparda_jax.engine.lookahead import forecast_ahead
+from sparda_jax.engine.choosers import forecast_choosers
 from sparda_jax.engine.state import SparseCache
 from sparda_jax.forecast.forward import sparda_logits
 from sparda_jax.models.rope import rope_at
@@ -375,18 +375,18 @@ def test_decode_steps_in_the_users_own_jit(make_engine, model, sparse, forecast,
     """The importable path: the pure function in a plain jax.jit, the pool a host-typed argument."""
     engine = make_engine(mode=mode, offload="host")
     expected, _ = tokens_of(engine, prompts)
-    aheads = forecast_ahead(forecast) if mode == "sparda" else None
+    choosers = forecast_choosers(forecast) if mode == "sparda" else None
     generation = engine.prepare(prompts, GREEDY)
     generation.prefill()
     blocks = generation.plan.num_blocks
 
     @jax.jit
-    def eight(model, rope, pool, state, aheads):
+    def eight(model, rope, pool, state, choosers):
         return decode.decode_steps(
-            model, rope, pool, state, aheads, steps=8, sparse=sparse, num_blocks=blocks
+            model, rope, pool, state, choosers, steps=8, sparse=sparse, num_blocks=blocks
         )
 
-    _, outputs = eight(model, engine.rope, generation.pool.layers, generation.state, aheads)
+    _, outputs = eight(model, engine.rope, generation.pool.layers, generation.state, choosers)
     drawn = jax.device_get(outputs.tokens)
     for row in range(len(prompts)):
         np.testing.assert_array_equal(drawn[:, row], expected[row][1:9])

@@ -1,14 +1,15 @@
-"""Who names a layer's blocks one layer early, so that their copy can run behind that layer.
+"""Who chooses the blocks that a layer attends in decode.
 
-In decode, layer l may choose its own blocks from its own queries (`sparse`), or have them chosen
-while layer l-1 runs, from the hidden state there. Everything the second needs of layer l is one
-small pytree, `Ahead`; an engine holds one for each layer, None where a layer chooses for itself.
+A layer's own queries may choose (`sparse`), inside that layer. Or the hidden state of the layer
+before does, by Forecast or InfiniGen, so that the copy of missing blocks can run behind that layer.
+An engine holds one chooser for each layer; it is a small pytree with what it needs besides the
+layer's parameters and cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +28,28 @@ from sparda_jax.sparse.infinigen import (
     select_infinigen,
     speculate,
 )
+from sparda_jax.sparse.infllm_v2 import select_decode
 
 
-class Ahead(Protocol):
-    """Chooses the blocks of one layer from the hidden state of the layer before it."""
+class Chooser(Protocol):
+    """Chooses the blocks of one layer for the token of a decode step.
+
+    Attributes:
+      ahead: it looks at the hidden state of the layer before, not at the layer's own queries.
+    """
+
+    ahead: ClassVar[bool]
 
     def append(
         self, cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"]
     ) -> SparseCache:
-        """The layer's cache with what `choose` will need of a new key in later steps."""
+        """The layer's cache with what `choose` needs of a new key besides the compressed keys."""
         ...
 
     def choose(
         self,
         layer: DecoderLayer,
-        normed: Float[Array, "B 1 D"],
+        source: Array,
         cache: SparseCache,
         step: Step,
         sparse: SparseConfig,
@@ -51,8 +59,10 @@ class Ahead(Protocol):
 
         Args:
           layer: the layer they are for.
-          normed: what the layer before it (layer 0: itself) projects its queries from.
-          cache: the layer's cache; of all layers but the first without the token of this step.
+          source: `[B, 1, N, H]`, the layer's queries; ahead `[B, 1, D]`, what the layer before it
+            (layer 0: itself) projects its queries from.
+          cache: the layer's cache; with the token of this step, except ahead, where that holds for
+            layer 0 only.
           step: position and RoPE rows of that token.
           sparse: selection rules.
           num_blocks: M, blocks a sequence can hold.
@@ -60,9 +70,39 @@ class Ahead(Protocol):
         ...
 
 
+class _CompressedKeysOnly:
+    """Choosers that score the compressed keys, which every cache has."""
+
+    def append(
+        self, cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"]
+    ) -> SparseCache:
+        """Nothing more to keep."""
+        return cache
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ForecastAhead:
+class OwnQueries(_CompressedKeysOnly):
+    """InfLLM-V2: the layer's own queries."""
+
+    ahead: ClassVar[bool] = False
+
+    def choose(
+        self,
+        layer: DecoderLayer,
+        source: Array,
+        cache: SparseCache,
+        step: Step,
+        sparse: SparseConfig,
+        num_blocks: int,
+    ) -> Selection:
+        """See `Chooser.choose`."""
+        return select_decode(source, cache.compressed, step.position + 1, sparse, num_blocks)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForecastAhead(_CompressedKeysOnly):
     """SparDA: the trained projection that runs one layer earlier.
 
     Attributes:
@@ -70,24 +110,19 @@ class ForecastAhead:
     """
 
     kernel: Float[Array, "D KH"]
-
-    def append(
-        self, cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"]
-    ) -> SparseCache:
-        """Nothing: it scores the compressed keys."""
-        return cache
+    ahead: ClassVar[bool] = True
 
     def choose(
         self,
         layer: DecoderLayer,
-        normed: Float[Array, "B 1 D"],
+        source: Array,
         cache: SparseCache,
         step: Step,
         sparse: SparseConfig,
         num_blocks: int,
     ) -> Selection:
-        """See `Ahead.choose`."""
-        forecast = project(self.kernel, normed, step.cos, step.sin)
+        """See `Chooser.choose`."""
+        forecast = project(self.kernel, source, step.cos, step.sin)
         lengths = step.position + 1
         return select_decode_forecast(forecast, cache.compressed, lengths, sparse, num_blocks)
 
@@ -102,6 +137,7 @@ class InfiniGenAhead:
     """
 
     skew: Skew
+    ahead: ClassVar[bool] = True
 
     def append(
         self, cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"]
@@ -115,15 +151,15 @@ class InfiniGenAhead:
     def choose(
         self,
         layer: DecoderLayer,
-        normed: Float[Array, "B 1 D"],
+        source: Array,
         cache: SparseCache,
         step: Step,
         sparse: SparseConfig,
         num_blocks: int,
     ) -> Selection:
-        """See `Ahead.choose`."""
+        """See `Chooser.choose`."""
         assert cache.partial is not None
-        query = speculate(layer, self.skew, normed, step.cos, step.sin)
+        query = speculate(layer, self.skew, source, step.cos, step.sin)
         position = step.position[:, None]
         dense = None if sparse.dense_len == 0 else step.position + 1 < sparse.dense_len
         # Tokens before this one: it is in the tail block, which is forced.
@@ -132,12 +168,17 @@ class InfiniGenAhead:
         )
 
 
-def infinigen_ahead(infinigen: InfiniGen) -> tuple[InfiniGenAhead | None, ...]:
-    """One for each layer of the model but the first, which chooses by its own queries."""
-    return (None, *(InfiniGenAhead(skew) for skew in infinigen.layers[1:]))
+def own_choosers(num_layers: int) -> tuple[Chooser, ...]:
+    """Mode "sparse"."""
+    return (OwnQueries(),) * num_layers
 
 
-def forecast_ahead(forecast: Forecast) -> tuple[ForecastAhead, ...]:
-    """One for each layer of the model."""
+def forecast_choosers(forecast: Forecast) -> tuple[Chooser, ...]:
+    """Mode "sparda"."""
     layers = range(len(forecast.layers))
     return tuple(ForecastAhead(forecast.for_layer(index).kernel[...]) for index in layers)
+
+
+def infinigen_choosers(infinigen: InfiniGen) -> tuple[Chooser, ...]:
+    """Mode "infinigen", in which the first layer chooses by its own queries."""
+    return (OwnQueries(), *(InfiniGenAhead(skew) for skew in infinigen.layers[1:]))
