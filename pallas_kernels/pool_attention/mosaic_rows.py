@@ -1,6 +1,6 @@
 """Pool attention for at most 64 query rows per KV head: bound by memory, split over slots.
 
-Two warpgroups per thread block, each with its own ring of tiles and its own running softmax;
+Three warpgroups per thread block, each with its own ring of tiles and its own running softmax;
 they take turns over the slots and merge in shared memory.  With several thread blocks per
 (request, KV head) these form a cluster: they leave partial results in global memory (which is L2
 at this size), wait for each other, and every one of them merges some of the rows.
@@ -21,7 +21,11 @@ from jax import lax
 
 from pallas_kernels.pool_attention import mosaic_tiles as tiles
 
-WARPGROUPS = 2
+# One warpgroup takes 1.3 us for a tile (64 tokens, H=128), waits included: two read 52 GB/s per
+# multiprocessor, and 64 thread blocks of two were too few for the memory's 4.2 TB/s.
+WARPGROUPS = 3
+# Those that hand their results to the first.
+PASSIVE = WARPGROUPS - 1
 # Rows that one thread block merges at a time.
 MERGED_ROWS = 8
 
@@ -62,7 +66,9 @@ def build(
         statistics: Any = rest.pop(0) if splits > 1 else None
         q_tile, ((keys, values), other_acc), columns, other_rows, *barriers = rest
         q_landed, landed, tail_landed, finished, merged, *barriers = barriers
-        other = (other_acc, *other_rows)
+        handed = [tuple(ref.at[i] for ref in (other_acc, *other_rows)) for i in range(PASSIVE)]
+        # The first doubles as the buffer of the merged result.
+        merged_tile = handed[0]
         arrived: Any = barriers.pop(0) if splits > 1 else None
         wide_keys: Any = barriers.pop(0).at[wg] if shape.quantised else None
         wide_values: Any = barriers.pop(0).at[wg] if shape.quantised else None
@@ -180,40 +186,45 @@ def build(
         if shape.tail_tiles:
             carry = lax.fori_loop(main, total, tail_step, carry)
 
-        @pl.when(wg == 1)
-        def _hand_over():
-            # The results take the memory of the tiles, of both warpgroups.
-            plgpu.barrier_wait(finished)
-            for ref, array in zip(other, carry, strict=True):
-                ref[...] = array
-            plgpu.barrier_arrive(merged)
+        # What is handed over takes the memory of the tiles, of all warpgroups.
+        plgpu.barrier_arrive(finished)
+        for i, refs_of_one in enumerate(handed):
+
+            @pl.when(wg == i + 1)
+            def _hand_over(refs_of_one=refs_of_one):
+                plgpu.barrier_wait(finished)
+                for ref, array in zip(refs_of_one, carry, strict=True):
+                    ref[...] = array
+                plgpu.barrier_arrive(merged)
 
         @pl.when(wg == 0)
         def _merge():
-            plgpu.barrier_arrive(finished)
             plgpu.barrier_wait(merged)
             layouts = (plgpu.Layout.WGMMA, tiles.BY_ROW, tiles.BY_ROW)
-            theirs: Any = tuple(
-                plgpu.load(ref, layout=layout) for ref, layout in zip(other, layouts, strict=True)
-            )
-            both = tiles.merge(carry, theirs)
+            both = carry
+            for refs_of_one in handed:
+                theirs: Any = tuple(
+                    plgpu.load(ref, layout=layout)
+                    for ref, layout in zip(refs_of_one, layouts, strict=True)
+                )
+                both = tiles.merge(both, theirs)
             if splits == 1:
                 result, row_lse = tiles.finish(both)
-                # Both of what held the queries and the other half have been read.
+                # What held the queries, and what was handed over, has been read.
                 q_tile[...] = result.astype(shape.dtype)
-                other[1][...] = row_lse
+                merged_tile[1][...] = row_lse
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(0, shape.rows)], out.at[batch, head])
-                plgpu.copy_smem_to_gmem(other[1], lse.at[batch, head])
+                plgpu.copy_smem_to_gmem(merged_tile[1], lse.at[batch, head])
                 plgpu.wait_smem_to_gmem(0)
             else:
-                for ref, array in zip(other, both, strict=True):
+                for ref, array in zip(merged_tile, both, strict=True):
                     ref[...] = array
                 plgpu.commit_smem()
                 part = (batch, head, split)
-                plgpu.copy_smem_to_gmem(other[0].at[pl.ds(0, shape.rows)], partial.at[part])
+                plgpu.copy_smem_to_gmem(merged_tile[0].at[pl.ds(0, shape.rows)], partial.at[part])
                 for i in range(2):
-                    plgpu.copy_smem_to_gmem(other[1 + i], statistics.at[(*part, i)])
+                    plgpu.copy_smem_to_gmem(merged_tile[1 + i], statistics.at[(*part, i)])
                 plgpu.wait_smem_to_gmem(0)
                 plgpu.barrier_arrive(arrived)
                 plgpu.barrier_wait(arrived)
@@ -227,7 +238,7 @@ def build(
                         _merge_rows(
                             shape, splits, first_row, partial.at[batch, head],
                             statistics.at[batch, head], out.at[batch, head], lse.at[batch, head],
-                            other[1],
+                            merged_tile[1],
                         )  # fmt: skip
 
     rows = (shape.batch, shape.heads, shape.rows)
@@ -319,7 +330,7 @@ def shared_bytes(shape: tiles.Shape, stages: int) -> int:
     """Shared memory of one thread block, without the simulator's staging buffer."""
     item, slot_item = (jnp.dtype(each).itemsize for each in (shape.dtype, shape.slot_dtype))
     h, tokens = shape.head_dim, WARPGROUPS * shape.tile_tokens
-    ring = max(stages * tokens * 2 * h * slot_item, tiles.ROWS * h * 4)
+    ring = max(stages * tokens * 2 * h * slot_item, PASSIVE * tiles.ROWS * h * 4)
     wide = tokens * 2 * h * item if shape.quantised else 0
     return ring + stages * tokens * 4 + wide + tiles.ROWS * h * item + 4096
 
@@ -361,18 +372,17 @@ def _scratch(shape: tiles.Shape, splits: int, stages: int, stage_weights: bool) 
     wide = plgpu.SMEM((WARPGROUPS, tok, h), dtype, transforms=tiles.swizzled(dtype))
     scratch = [
         plgpu.SMEM((rows, h), dtype, transforms=tiles.swizzled(dtype)),
-        # What one warpgroup hands to the other needs no memory of its own, so that one more
-        # tile can be in flight.
+        # What the warpgroups hand over needs no memory of its own: room for more tiles.
         plgpu.RefUnion(
-            (keys, keys), plgpu.SMEM((rows, h), single, transforms=tiles.swizzled(single))
+            (keys, keys), plgpu.SMEM((PASSIVE, rows, h), single, transforms=tiles.swizzled(single))
         ),
         plgpu.SMEM(ring, single),
-        (plgpu.SMEM((rows,), single), plgpu.SMEM((rows,), single)),
+        (plgpu.SMEM((PASSIVE, rows), single), plgpu.SMEM((PASSIVE, rows), single)),
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=shape.slot_copies, num_barriers=WARPGROUPS * stages),
         plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS * stages),
-        plgpu.Barrier(),
-        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=WARPGROUPS),
+        plgpu.Barrier(num_arrivals=PASSIVE),
     ]
     if splits > 1:
         scratch.append(plgpu.ClusterBarrier(collective_axes=("split",)))

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-# Multiprocessors of an H100 or H200, and what one thread block may use of its shared memory.
-MULTIPROCESSORS = 132
+# Shared memory of one Hopper multiprocessor that a thread block may use.
 SHARED_BYTES = 227 * 1024
+# Thread blocks that keep the memory busy.
+ENOUGH = 54
 # Largest cluster of thread blocks.  16 clusters of 7 or 8 do not all find room at once on an H200
-# (8 requests, 2 KV heads: 30 us; clusters of 5 take 21, of 4 take 23).
-MAX_SPLITS = 5
+# (8 requests, 2 KV heads: 30 us; clusters of 5 or 6 took 22); with ``ENOUGH`` there are fewer.
+MAX_SPLITS = 8
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class RowsConfig:
 
 
 def splits_for(pairs: int, steps: int) -> int:
-    """Enough thread blocks to fill the machine once; a second wave would wait for the first.
+    """As few as keep the memory busy: to merge splits costs about 5 us.
 
     Args:
         pairs: B * K.
         steps: tiles of slots per pair; each thread block should have four.
     """
-    return max(1, min(MAX_SPLITS, MULTIPROCESSORS // pairs, steps // 4))
+    return max(1, min(MAX_SPLITS, -(-ENOUGH // pairs), steps // 4))

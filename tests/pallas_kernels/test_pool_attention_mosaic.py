@@ -194,8 +194,8 @@ def test_quantised_slots_of_many_rows_raise():
         pool_attention(*operands, **biases, implementation="mosaic")
 
 
-def test_splits_fill_the_machine_once():
-    assert splits_for(16, 96) == 5
-    assert splits_for(64, 96) == 2
-    assert splits_for(128, 96) == 1
+def test_as_few_splits_as_keep_the_memory_busy():
+    assert splits_for(2, 96) == 8
+    assert splits_for(16, 96) == 4
+    assert splits_for(64, 96) == 1
     assert splits_for(2, 8) == 2
