@@ -32,13 +32,12 @@ from sparda_jax.sparse.infllm_v2 import select_decode
 
 
 class Chooser(Protocol):
-    """Chooses the blocks of one layer for the token of a decode step.
+    """Chooses the blocks of one layer for the token of a decode step."""
 
-    Attributes:
-      ahead: it looks at the hidden state of the layer before, not at the layer's own queries.
-    """
-
-    ahead: ClassVar[bool]
+    @property
+    def ahead(self) -> bool:
+        """Whether it looks at the hidden state of the layer before, not at the layer's queries."""
+        ...
 
     def append(
         self, cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"]

@@ -24,7 +24,7 @@ from sparda_jax.engine.choosers import (
 from sparda_jax.engine.eager import eager_step
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.plan import BatchPlan, check_memory, plan_batch
-from sparda_jax.engine.programs import Programs
+from sparda_jax.engine.programs import Program, Programs
 from sparda_jax.engine.prompts import Progress, PromptRun
 from sparda_jax.engine.report import FinishReason, Report, RequestResult
 from sparda_jax.engine.state import (
@@ -125,6 +125,25 @@ class Engine:
         chooser = self.choosers[index]
         assert isinstance(chooser, ForecastAhead)
         return chooser.kernel
+
+    def decode_program(self, num_blocks: int) -> Program:
+        """`decode.decode_steps` of `steps_per_call` steps.
+
+        Arguments: `parameters.arrays`, `rope`, the pool's layers or None, the state (donated),
+        `choosers`.
+
+        Args:
+          num_blocks: M, blocks a sequence can hold.
+        """
+        return self.programs.on_model(
+            decode.decode_steps,
+            donate=(3,),
+            options=overlap.COMPILER_OPTIONS if self.prefetch else None,
+            steps=self.config.steps_per_call,
+            sparse=None if self.config.mode == "dense" else self.sparse,
+            num_blocks=num_blocks,
+            prefetch=self.prefetch,
+        )
 
     def put(self, tree: Any) -> Any:
         """Copies a pytree of (numpy or jax) arrays to the device, explicitly."""
@@ -259,7 +278,6 @@ class Generation:
     def _decode(self) -> Callable[[DecodeState], tuple[DecodeState, StepOutput]]:
         """How to run one decode call, compiled."""
         engine, plan = self._engine, self.plan
-        sparse = None if engine.config.mode == "dense" else engine.sparse
         arrays, rope, pool = engine.parameters.arrays, engine.rope, self.pool
         assert self.state is not None
         if pool is not None:
@@ -278,15 +296,7 @@ class Generation:
                 plan.num_blocks,
                 engine.choosers,
             )
-        program = engine.programs.on_model(
-            decode.decode_steps,
-            donate=(3,),
-            options=overlap.COMPILER_OPTIONS if engine.prefetch else None,
-            steps=engine.config.steps_per_call,
-            sparse=sparse,
-            num_blocks=plan.num_blocks,
-            prefetch=engine.prefetch,
-        )
+        program = engine.decode_program(plan.num_blocks)
         program.compile(arrays, rope, pool and pool.layers, self.state, engine.choosers)
         return lambda state: program(arrays, rope, pool and pool.layers, state, engine.choosers)
 

@@ -1,0 +1,61 @@
+"""The trace decides the traffic: it must have the hit rate that it states."""
+
+import numpy as np
+import pytest
+
+from pallas_kernels.geometry import BlockGeometry
+from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
+from sparda_jax.evaluation import offload_benchmark
+from sparda_jax.evaluation.offload_benchmark import Workload, make_trace
+
+SPARSE = SparseConfig(BlockGeometry(32, 16, 8), local_blocks=2, budget_blocks=14)
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope=RopeConfig(8),
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.mark.parametrize("hit_rate", [1.0, 0.9, 0.75])
+def test_trace_keeps_the_share_asked_for(hit_rate):
+    workload = Workload(1027, 3, hit_rate)
+    trace = make_trace(workload, SPARSE, 2, np.random.default_rng(0))
+    assert trace.shape == (workload.steps, 3, 2, 14)
+    kept = []
+    for step, ids in enumerate(trace):
+        own = (1027 + step) // 32
+        for row in ids.reshape(-1, 14):
+            assert np.all(np.diff(row) > 0)
+            assert {0, own - 2, own - 1, own} <= set(row.tolist())
+            assert row[-1] == own
+        if step:
+            pairs = zip(ids.reshape(-1, 14), trace[step - 1].reshape(-1, 14), strict=True)
+            kept += [len(set(new[1:-3]) & set(old[1:-3])) / 10 for new, old in pairs]
+    assert np.mean(kept) == pytest.approx(hit_rate, abs=0.01)
+
+
+def test_the_engine_meets_the_hit_rate_and_modes_agree_on_it():
+    said = []
+    workload = Workload(1024, 2, 0.8, calls=1)
+    modes = list(offload_benchmark.MODES)
+    found = list(
+        offload_benchmark.rows(MODEL, SPARSE, workload, modes, prefix="x", report=said.append)
+    )
+    assert [row.name for row in found] == [f"x/1K/B2/hit0.8/{mode}" for mode in modes]
+    rates = [line for line in said if "hit rate" in line]
+    assert "hit rate 1.000" in rates[0]
+    assert all("hit rate 0.8" in line or "hit rate 0.79" in line for line in rates[1:])
+
+
+def test_a_context_without_room_is_refused():
+    with pytest.raises(ValueError, match="256 tokens is too short"):
+        next(offload_benchmark.rows(MODEL, SPARSE, Workload(256, 1, 0.9), ["sparda"], prefix="x"))
