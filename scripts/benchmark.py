@@ -127,12 +127,12 @@ def quality(arguments: argparse.Namespace) -> None:
     plan = quality_benchmark.Plan(
         length=arguments.length,
         fine_length=arguments.fine_length,
-        percent_documents=arguments.percent_documents,
-        fine_documents=arguments.fine_documents,
         blocks=arguments.blocks,
         needle_lengths=tuple(arguments.needle_lengths),
         samples=arguments.samples,
-        sections=tuple(arguments.sections),
+        dense_finds=arguments.dense_finds,
+        sections=tuple(arguments.sections or quality_benchmark.SECTIONS),
+        seconds=arguments.seconds,
     )
     inputs = quality_benchmark.read_inputs(
         model,
@@ -201,17 +201,15 @@ def main() -> None:
     command.add_argument("--text", type=pathlib.Path, nargs="+", required=True, help="held out")
     command.add_argument("--haystacks", type=pathlib.Path, nargs="*", help="default: the text")
     command.add_argument("--calibration", type=pathlib.Path, nargs="+", required=True)
-    command.add_argument("--documents", type=int, default=1000, help="long documents at most")
+    command.add_argument("--documents", type=int, default=1000, help="at most")
     command.add_argument("--length", type=int, default=8192, help="tokens of a long document")
-    command.add_argument("--fine-length", type=int, default=2048, help="of a short one; 0: none")
-    command.add_argument("--percent-documents", type=int, default=1000, help="with %% budgets")
-    command.add_argument("--fine-documents", type=int, default=1000, help="short ones at most")
+    command.add_argument("--fine-length", type=int, default=2048, help="of a short one")
     command.add_argument("--blocks", type=int, default=128, help="of a text, for %% budgets")
     command.add_argument("--needle-lengths", type=int, nargs="*", default=[1024, 2048, 4096])
     command.add_argument("--samples", type=int, default=16, help="needles of each of three seeds")
-    command.add_argument(
-        "--sections", nargs="+", default=["selection", "language", "needles"], metavar="SECTION"
-    )
+    command.add_argument("--dense-finds", type=float, default=0.8, help="compare needles from here")
+    command.add_argument("--sections", nargs="*", metavar="SECTION", help="default: all")
+    command.add_argument("--seconds", type=float, help="no further document of a section after")
     command.add_argument("--json", type=pathlib.Path, help="write a results file")
     command.set_defaults(run=quality)
     command = commands.add_parser("quality-report", help="fill a page's tables, draw its picture")

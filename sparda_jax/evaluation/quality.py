@@ -10,7 +10,8 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -27,10 +28,9 @@ from sparda_jax.tokenization import Tokenizer
 
 # Of the mass of the oracle's free blocks, at the default budget (issue 4).
 MASS_TARGET = 0.95
-# Needles are compared where dense attention finds at least this share.
-DENSE_FINDS = 0.8
 
 Report = Callable[[str], None]
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +98,7 @@ def selection_rows(
     edges: tuple[int, ...],
     by_layer: bool,
     report: Report,
+    seconds: float | None = None,
 ) -> Iterator[Row]:
     """Recall, mass, coverage and hit rate, averaged over layers; see `selection_quality`.
 
@@ -110,9 +111,10 @@ def selection_rows(
         edges: bounds of the position buckets; more than one bucket also gets rows of its own.
         by_layer: also the mass and recall of every layer.
         report: progress.
+        seconds: no further document after so long.
     """
     counts: dict[str, list[Counts]] = {policy.name: [] for policy in policies}
-    for number, document in enumerate(documents):
+    for number, document in enumerate(_until(documents, seconds)):
         start = time.perf_counter()
         found = document_counts(
             model, policies, reference, document[: setting.length], setting.sparse,
@@ -153,6 +155,15 @@ def _meter_rows(
             yield _row(f"{name}/layer_{layer:02d}", estimate, "share", "higher")
 
 
+def _until(items: Iterable[Item], seconds: float | None) -> Iterator[Item]:
+    """The items that are begun in time; at least the first."""
+    start = time.monotonic()
+    for item in items:
+        yield item
+        if seconds is not None and time.monotonic() - start > seconds:
+            return
+
+
 def _progress(what: str, setting: Setting, number: int, total: int, start: float) -> str:
     seconds = time.perf_counter() - start
     return f"{what} {setting.name}: {number + 1}/{total}, {seconds:.1f} s"
@@ -166,6 +177,7 @@ def language_rows(
     *,
     edges: tuple[int, ...],
     report: Report,
+    seconds: float | None = None,
 ) -> Iterator[Row]:
     """Perplexity; paired gap to dense in nats a token; KL to dense; both also against sparse.
 
@@ -176,9 +188,10 @@ def language_rows(
         setting: see there.
         edges: bounds of the position buckets; the last bucket also gets a row of KL.
         report: progress.
+        seconds: no further document after so long.
     """
     scores: dict[str, list[np.ndarray]] = {}
-    for number, document in enumerate(documents):
+    for number, document in enumerate(_until(documents, seconds)):
         start = time.perf_counter()
         found = document_scores(
             model, policies, document[: setting.length], setting.sparse, setting.budgets, edges
@@ -186,7 +199,7 @@ def language_rows(
         for name, part in found.items():
             scores.setdefault(name, []).append(part)
         report(_progress("language", setting, number, len(documents), start))
-    sizes = np.tile(bucket_sizes(setting.length, edges), (len(documents), 1))
+    sizes = np.tile(bucket_sizes(setting.length, edges), (len(scores["dense"]), 1))
     tokens = sizes.sum(1)
     sums = {name: np.stack(parts) for name, parts in scores.items()}  # [X, budgets, 2, buckets]
     dense = sums.pop("dense")[:, 0, 0].sum(-1)
@@ -225,8 +238,9 @@ def needle_rows(
     samples: int,
     seeds: Sequence[int],
     row_tokens: int,
+    dense_finds: float,
     report: Report,
-    dense_finds: float = DENSE_FINDS,
+    seconds: float | None = None,
 ) -> Iterator[Row]:
     """Share of values found, by task; policies run where dense attention finds enough.
 
@@ -239,11 +253,12 @@ def needle_rows(
         samples: of each task and seed.
         seeds: of the samples.
         row_tokens: tokens of one forward pass, which bounds its memory.
-        report: progress.
         dense_finds: below this share the policies are not run.
+        report: progress.
+        seconds: no further task after so long.
     """
     size = max(1, row_tokens // (setting.length * len(setting.budgets)))
-    for task in needles.TASKS:
+    for task in _until(needles.TASKS, seconds):
         drawn = [
             sample
             for seed in seeds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,17 @@ from sparda_jax.tokenization import Tokenizer
 LOCAL_BLOCKS = 3
 # For needles fewer still: 6.25 % of 1K tokens are four blocks of 16.
 NEEDLE_LOCAL_BLOCKS = 1
+# Text under the model's own policy and under percentages, by both kinds of meters; the noise of
+# bfloat16 (every block selected, by another attention than the dense one); needles.
+SECTIONS = (
+    "selection",
+    "selection_percent",
+    "language",
+    "language_percent",
+    "language_fine",
+    "language_noise",
+    "needles",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,33 +48,41 @@ class Plan:
     Attributes:
         length: tokens of long documents, evaluated on the model's own grid.
         fine_length: tokens of short ones, on smaller blocks, since of the model's own nearly all
-            would be forced or selected; 0: none.
+            would be forced or selected.
         percents: budgets, of the context.
         blocks: of a context whose budgets are percentages: of 64 tokens each at 8K, of 16 at 2K.
-        percent_documents: long documents at most where budgets are percentages.
-        fine_documents: short documents at most.
         needle_lengths: tokens of needle prompts.
         samples: needles of each task, length and seed.
         seeds: of the needles.
         calibration_rows: InfiniGen is calibrated on so many windows.
         calibration_length: of so many tokens.
         row_tokens: tokens of one forward pass over needles.
-        sections: of "selection", "language" and "needles".
+        dense_finds: needles are compared where dense attention finds at least this share.
+        sections: of `SECTIONS`.
+        seconds: a section takes no further document or task after so long; None: it takes all.
+
+    Raises:
+        ValueError: an unknown section.
     """
 
     length: int = 8192
     fine_length: int = 2048
     percents: tuple[float, ...] = (50, 25, 12.5, 6.25)
     blocks: int = 128
-    percent_documents: int = 1000
-    fine_documents: int = 1000
     needle_lengths: tuple[int, ...] = (1024, 2048, 4096)
     samples: int = 16
     seeds: tuple[int, ...] = (0, 1, 2)
     calibration_rows: int = 4
     calibration_length: int = 2048
     row_tokens: int = 1 << 17
-    sections: tuple[str, ...] = ("selection", "language", "needles")
+    dense_finds: float = 0.8
+    sections: tuple[str, ...] = SECTIONS
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.sections:
+            if name not in SECTIONS:
+                raise ValueError(f"unknown section {name!r}, expected one of {', '.join(SECTIONS)}")
 
     def setting(self, length: int, percents: tuple[float, ...]) -> Setting:
         """Budgets in percent of a text of `length` tokens."""
@@ -168,6 +188,7 @@ def rows(inputs: Inputs, plan: Plan, report: Report) -> Iterator[Row]:
         ValueError: two policies of one name.
     """
     model, count = inputs.model, inputs.model.config.num_layers
+    report(f"{len(inputs.documents)} documents, {len(inputs.haystacks)} haystacks")
     skews = calibrate(model, jnp.asarray(inputs.calibration))
     report(f"InfiniGen calibrated on {inputs.calibration.size} tokens, {skews.channels} channels")
     sparse = make.sparse_policy(count)
@@ -178,26 +199,9 @@ def rows(inputs: Inputs, plan: Plan, report: Report) -> Iterator[Row]:
     names = [policy.name for policy in (*everywhere, *variants)]
     if len(set(names)) < len(names):
         raise ValueError(f"two policies of one name: {', '.join(names)}")
-    oracle = make.oracle_policy(count)
-    if "selection" in plan.sections:
-        asked = [*everywhere, *variants, oracle]
-        yield from _selection(inputs, plan, asked, sparse, report)
-    if "language" in plan.sections:
-        yield from _language(inputs, plan, everywhere, variants, oracle, report)
-    if "needles" in plan.sections:
-        for length in plan.needle_lengths:
-            setting = Setting.of_percents(length, 16, NEEDLE_LOCAL_BLOCKS, plan.percents)
-            yield from quality.needle_rows(
-                model,
-                everywhere,
-                inputs.tokenizer,
-                inputs.haystacks,
-                setting,
-                samples=plan.samples,
-                seeds=plan.seeds,
-                row_tokens=plan.row_tokens,
-                report=report,
-            )
+    asked = _Policies(everywhere, variants, make.oracle_policy(count))
+    for section in plan.sections:
+        yield from _section(section, inputs, plan, asked, report)
 
 
 def _edges(length: int) -> tuple[int, ...]:
@@ -205,48 +209,49 @@ def _edges(length: int) -> tuple[int, ...]:
     return (0, length // 8, length // 4, length // 2, length)
 
 
-def _selection(
-    inputs: Inputs, plan: Plan, asked: list[Policy], sparse: Policy, report: Report
+@dataclasses.dataclass(frozen=True)
+class _Policies:
+    everywhere: list[Policy]  # the first is sparse
+    variants: list[Policy]
+    oracle: Policy
+
+
+def _section(
+    section: str, inputs: Inputs, plan: Plan, asked: _Policies, report: Report
 ) -> Iterator[Row]:
-    own = Setting.of_policy(plan.length, inputs.sparse)
-    percents = plan.setting(plan.length, plan.percents)
-    for setting, by_layer in ((own, True), (percents, False)):
+    """Rows of one of `SECTIONS`."""
+    model, own = inputs.model, Setting.of_policy(plan.length, inputs.sparse)
+    rest: dict[str, Any] = {"report": report, "seconds": plan.seconds}
+    if section == "needles":
+        for length in plan.needle_lengths:
+            yield from quality.needle_rows(
+                model,
+                asked.everywhere,
+                inputs.tokenizer,
+                inputs.haystacks,
+                Setting.of_percents(length, 16, NEEDLE_LOCAL_BLOCKS, plan.percents),
+                samples=plan.samples,
+                seeds=plan.seeds,
+                row_tokens=plan.row_tokens,
+                dense_finds=plan.dense_finds,
+                **rest,
+            )
+        return
+    if section in ("selection", "language"):
+        setting, policies = own, [*asked.everywhere, *asked.variants, asked.oracle]
+    elif section == "language_noise":
+        setting, policies = plan.setting(plan.length, (100,)), asked.everywhere[:1]
+    else:
+        length = plan.fine_length if section == "language_fine" else plan.length
+        setting, policies = plan.setting(length, plan.percents), asked.everywhere
+    edges = _edges(setting.length)
+    if section.startswith("selection"):
+        by_layer = setting is own
         yield from quality.selection_rows(
-            inputs.model,
-            asked if by_layer else [p for p in asked if p.name not in inputs.variants],
-            sparse,
-            inputs.documents if by_layer else inputs.documents[: plan.percent_documents],
-            setting,
-            edges=_edges(plan.length),
-            by_layer=by_layer,
-            report=report,
-        )
-
-
-def _language(
-    inputs: Inputs,
-    plan: Plan,
-    everywhere: list[Policy],
-    variants: list[Policy],
-    oracle: Policy,
-    report: Report,
-) -> Iterator[Row]:
-    own = Setting.of_policy(plan.length, inputs.sparse)
-    percents = plan.setting(plan.length, plan.percents)
-    runs = [(own, [*everywhere, *variants, oracle], inputs.documents)]
-    runs.append((percents, everywhere, inputs.documents[: plan.percent_documents]))
-    if plan.fine_length:
-        fine = plan.setting(plan.fine_length, plan.percents)
-        runs.append((fine, everywhere, inputs.documents[: plan.fine_documents]))
-    # The noise of bfloat16: every block selected, by another attention than the dense one.
-    whole = plan.setting(plan.length, (100,))
-    runs.append((whole, [everywhere[0]], inputs.documents[:4]))
-    for setting, policies, documents in runs:
+            model, policies, asked.everywhere[0], inputs.documents, setting,
+            edges=edges, by_layer=by_layer, **rest,
+        )  # fmt: skip
+    else:
         yield from quality.language_rows(
-            inputs.model,
-            policies,
-            documents,
-            setting,
-            edges=_edges(setting.length),
-            report=report,
+            model, policies, inputs.documents, setting, edges=edges, **rest
         )

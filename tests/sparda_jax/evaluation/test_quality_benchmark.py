@@ -1,5 +1,6 @@
 """From files to rows to tables."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -12,12 +13,11 @@ from sparda_jax.forecast.files import save_forecast
 
 PLAN = Plan(
     length=96,
-    fine_length=0,
     percents=(50, 25),
     blocks=24,
     calibration_rows=2,
     calibration_length=48,
-    sections=("selection", "language"),
+    sections=quality_benchmark.SECTIONS[:4] + ("language_noise",),
 )
 SPARSE = PLAN.setting(PLAN.length, PLAN.percents).sparse
 
@@ -89,6 +89,16 @@ def test_rows_and_tables(read, tmp_path):
         table(read_back)
     with pytest.raises(ValueError, match="no table 'none'"):
         quality_report.fill("<!-- table none --><!-- end -->", read_back)
+
+
+def test_no_more_documents_when_the_time_is_up(read):
+    inputs, lines = read(variants=[]), []
+    many = dataclasses.replace(inputs, documents=list(inputs.documents) * 3)
+    short = dataclasses.replace(PLAN, sections=("selection",), seconds=0.0)
+    row = next(quality_benchmark.rows(many, short, lines.append))
+    assert row.timing.n == 1 and lines[-1].startswith("selection 96_policy: 1/3")
+    with pytest.raises(ValueError, match="unknown section 'text'"):
+        dataclasses.replace(PLAN, sections=("text",))
 
 
 def test_two_policies_of_one_name(read):
