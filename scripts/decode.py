@@ -73,16 +73,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--fetch", choices=("program", "eager"), default="program", help="who copies missed blocks")
     add_policy_options(group, "what the Forecast was trained for, else ")
     add("--dense-len", type=int, default=0, help="attend densely below this many tokens")
-    add(
-        "--device-kv-gb",
-        type=gibibytes,
-        help="most GiB of KV on the device (default: all that is free)",
-    )
-    add(
-        "--host-kv-gb",
-        type=gibibytes,
-        help="most GiB of KV on the host (default: all that is free)",
-    )
+    for place in ("device", "host"):
+        text = f"most GiB of KV on the {place} (default: all that is free)"
+        add(f"--{place}-kv-gb", type=gibibytes, help=text)
+    add("--spare-slots", type=int, default=0, help="device blocks kept beyond the budget")
     add("--max-length", type=int, help="most tokens of a sequence (default: the model's)")
     add("--prefill-chunk", type=int, default=512, help="prompt tokens per prefill call")
     add("--steps-per-call", type=int, default=8, help="tokens per compiled decode call")
@@ -187,6 +181,7 @@ def settings(args: argparse.Namespace) -> tuple[Any, Any, Any]:
         mode=args.mode,
         offload=args.offload,
         fetch=args.fetch,
+        spare_slots=args.spare_slots,
         prefill_chunk=args.prefill_chunk,
         steps_per_call=args.steps_per_call,
         max_length=args.max_length,

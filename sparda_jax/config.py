@@ -307,6 +307,8 @@ class EngineConfig:
         fetch: "program" copies missed blocks inside the compiled step, "eager" between steps.
         prefetch: copy blocks that were chosen a layer ahead behind the layer before ("sparda",
             "infinigen", offloaded, fetch "program", on a GPU; elsewhere there is nothing to do).
+        spare_slots: device slots per KV head beyond the budget: blocks that are no longer selected
+            stay there, the last used ones longest, and need no copy when they are selected again.
         prefill_chunk: prompt tokens per prefill call.
         steps_per_call: tokens per compiled decode call; at most the block size when offloaded,
             which the engine checks, since the block size is the selection's.
@@ -320,6 +322,7 @@ class EngineConfig:
     offload: Offload = "none"
     fetch: Fetch = "program"
     prefetch: bool = True
+    spare_slots: int = 0
     prefill_chunk: int = 512
     steps_per_call: int = 8
     max_length: int | None = None
@@ -330,6 +333,7 @@ class EngineConfig:
         _require_choice("mode", self.mode, Mode)
         _require_choice("offload", self.offload, Offload)
         _require_choice("fetch", self.fetch, Fetch)
+        _require_at_least("spare_slots", self.spare_slots, 0)
         _require_at_least("prefill_chunk", self.prefill_chunk, 1)
         _require_at_least("steps_per_call", self.steps_per_call, 1)
         for name in ("max_length", "device_kv_bytes", "host_kv_bytes"):

@@ -71,7 +71,9 @@ def _plan(
         empty = jnp.zeros((0,), jnp.int32)
         plan = Plan(wanted, empty, empty, none, jnp.sum(free), jnp.sum(free))
     else:
-        slots = assign_slots(cache.slot_blocks, wanted)
+        slots = assign_slots(
+            cache.slot_blocks, wanted, retention="spare", last_used=cache.last_used
+        )
         # The block before the tail block is still in the tail ring, and inside one program of
         # several steps perhaps not yet on the host: a miss of it never goes there.
         in_ring = slots.miss & (wanted == block - 1)
@@ -82,7 +84,14 @@ def _plan(
         )
         hits = jnp.sum(free & ~from_host)
         plan = Plan(slots.slot_ids, source, target, count, jnp.sum(free), hits)
-        cache = dataclasses.replace(cache, slot_blocks=slots.slot_blocks)
+        assert cache.last_used is not None
+        slot = jnp.arange(cache.slot_blocks.shape[2])
+        used = jnp.any(slots.slot_ids[..., None] == slot, axis=2)
+        cache = dataclasses.replace(
+            cache,
+            slot_blocks=slots.slot_blocks,
+            last_used=jnp.where(used, step.position[:, None, None], cache.last_used),
+        )
     return caches.move_previous_block(cache, step.position, moved, size), plan
 
 

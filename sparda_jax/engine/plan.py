@@ -108,7 +108,8 @@ def plan_batch(
         )
         if config.offload == "host":
             # The tail block is selected and attended too, but lies in the tail ring.
-            slots = max(min(selection_width(sparse, num_blocks), num_blocks) - 1, 1)
+            width = selection_width(sparse, num_blocks) + config.spare_slots
+            slots = max(min(width, num_blocks) - 1, 1)
             host = full
             device += slots * block
         else:

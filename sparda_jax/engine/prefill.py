@@ -196,9 +196,10 @@ def partial_cache(kv: Float[Array, "B K M 2 P H"], skew: Skew) -> Float[Array, "
 
 def empty_slots(
     *, shape: tuple[int, ...], dtype: jnp.dtype
-) -> tuple[Float[Array, "B K Z 2 P H"], Int[Array, "B K Z"]]:
-    """Device slots that hold nothing, and their block ids."""
-    return jnp.zeros(shape, dtype), jnp.full(shape[:3], -1, jnp.int32)
+) -> tuple[Float[Array, "B K Z 2 P H"], Int[Array, "B K Z"], Int[Array, "B K Z"]]:
+    """Device slots that hold nothing, their block ids and when they were last used."""
+    none = jnp.full(shape[:3], -1, jnp.int32)
+    return jnp.zeros(shape, dtype), none, none
 
 
 def embed(model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -40,6 +40,7 @@ class SparseCache:
       blocks: KV blocks. Resident (`slot_blocks` is None): all of them, block j at row j. Offloaded:
         the slots, Z blocks that were fetched from the host pool.
       slot_blocks: block id in each slot, -1 empty; None when resident.
+      last_used: position of the token that last selected what is in each slot; None when resident.
       tail: the last two KV blocks, block j in row j % 2. New tokens are written here; the filled
         block stays until the next one is full, which is when the host copy is known to exist.
       window: the last `kernel_size` keys, position p at row p % kernel_size.
@@ -49,6 +50,7 @@ class SparseCache:
 
     blocks: Float[Array, "B K Z 2 P H"]
     slot_blocks: Int[Array, "B K Z"] | None
+    last_used: Int[Array, "B K Z"] | None
     tail: Float[Array, "B K 2 2 P H"]
     window: Float[Array, "B K E H"]
     compressed: Float[Array, "B K C H"]

@@ -243,11 +243,13 @@ def _state(engine: Engine, plan: BatchPlan, workload: Workload) -> DecodeState:
 
     def layer(seed: int) -> SparseCache:
         blocks = _random_blocks(engine, plan, plan.slots or plan.num_blocks, seed=seed)
+        empty = jnp.full(blocks.shape[:3], -1, jnp.int32) if plan.slots else None
         count = int(geometry.num_compressed(plan.num_blocks * geometry.block_size))
         key = jax.random.key(1000 + seed)
         return SparseCache(
             blocks,
-            jnp.full(blocks.shape[:3], -1, jnp.int32) if plan.slots else None,
+            empty,
+            None if empty is None else jnp.array(empty),  # donated apart
             _random_blocks(engine, plan, 2, seed=2000 + seed),
             draw(key, (batch, heads, geometry.kernel_size, config.head_dim), dtype),
             draw(key, (batch, heads, count, config.head_dim), dtype),

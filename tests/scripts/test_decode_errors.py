@@ -53,6 +53,7 @@ def bad(checkpoint, shared_engines):
         ("--max-length=0", "max_length must be at least 1, got 0"),
         ("--prefill-chunk=0", "prefill_chunk must be at least 1, got 0"),
         ("--steps-per-call=0", "steps_per_call must be at least 1, got 0"),
+        ("--spare-slots=-1", "spare_slots must be at least 0, got -1"),
         ("--steps-per-call=9", "steps_per_call 9 exceeds the block size 8"),
         ("--mode=dense --offload=host", "use mode 'sparse'"),
         ("--forecast=nowhere", "no Forecast weights at nowhere"),

@@ -127,6 +127,21 @@ def test_offloaded_equals_resident(make_engine, sparse, prompts, fetch, mode, lo
     assert report.written_back_runs > 0
 
 
+def test_spare_slots_save_copies_and_change_no_token(make_engine, prompts):
+    """Blocks that were dropped and come back are still there."""
+    resident, _ = tokens_of(make_engine(mode="sparda"), prompts)
+    reports = []
+    for spare in (0, 3, 99):
+        engine = make_engine(mode="sparda", offload="host", spare_slots=spare)
+        tokens, report = tokens_of(engine, prompts)
+        assert tokens == resident
+        reports.append(report)
+    none, some, all_blocks = reports
+    assert none.hit_rate < some.hit_rate < all_blocks.hit_rate
+    assert none.fetched_runs > some.fetched_runs > all_blocks.fetched_runs
+    assert none.device_kv_bytes < some.device_kv_bytes < all_blocks.device_kv_bytes
+
+
 @pytest.mark.parametrize("mode", ["sparse", "sparda"])
 def test_n_step_program_equals_single_steps(make_engine, prompts, mode):
     single, _ = tokens_of(make_engine(mode=mode, offload="host", steps_per_call=1), prompts)
