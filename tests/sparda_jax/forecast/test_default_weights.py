@@ -1,4 +1,4 @@
-"""The weights that ship with us: they belong to the default model, and they know what it attends."""
+"""The weights that ship with us belong to the default model and know what it attends."""
 
 from functools import partial
 
