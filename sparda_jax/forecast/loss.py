@@ -245,7 +245,7 @@ def chunked_losses(
         positions = jnp.minimum(positions, count - 1)
         target = teacher(config, q, keys, compressed, positions)
         ids = routing(config, target, positions, count)
-        run = partial(_chunk_loss, config, target=target, ids=ids, compressed=compressed)
+        run = partial(chunk_loss, config, target=target, ids=ids, compressed=compressed)
         run = partial(run, length=count, rows=(normed, cos, sin, positions, seen))
         if with_gradient:
             (kl, counts), gradient = jax.value_and_grad(run, has_aux=True)(kernel)
@@ -264,10 +264,11 @@ def chunked_losses(
 
 
 def chunk_tokens(config: LossConfig, keys: Float[Array, "B K T H"]) -> int:
-    """Query tokens whose scores fit `chunk_bytes`."""
+    """Query tokens whose scores fit `chunk_bytes`; the last chunk is about as long as the others."""
     batch, heads, count, _ = keys.shape
     per_token = 4 * batch * heads * config.sparse.geometry.num_compressed(count)
-    return min(count, max(1, config.chunk_bytes // per_token))
+    chunks = -(-count // max(1, config.chunk_bytes // per_token))
+    return -(-count // chunks)
 
 
 def teacher(
@@ -320,7 +321,7 @@ def predict(
     return forecast_scores(forecast, compressed, jnp.minimum(visible, compressed.shape[2]))
 
 
-def _chunk_loss(
+def chunk_loss(
     config: LossConfig,
     kernel: Array,
     *,
