@@ -264,7 +264,7 @@ def chunked_losses(
 
 
 def chunk_tokens(config: LossConfig, keys: Float[Array, "B K T H"]) -> int:
-    """Query tokens whose scores fit `chunk_bytes`; the last chunk is about as long as the others."""
+    """Query tokens whose scores fit `chunk_bytes`, in chunks of about equal length."""
     batch, heads, count, _ = keys.shape
     per_token = 4 * batch * heads * config.sparse.geometry.num_compressed(count)
     chunks = -(-count // max(1, config.chunk_bytes // per_token))
