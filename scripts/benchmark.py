@@ -131,6 +131,7 @@ def quality(arguments: argparse.Namespace) -> None:
         needle_lengths=tuple(arguments.needle_lengths),
         samples=arguments.samples,
         dense_finds=arguments.dense_finds,
+        every=arguments.every,
         sections=tuple(arguments.sections or quality_benchmark.SECTIONS),
         seconds=arguments.seconds,
     )
@@ -208,6 +209,9 @@ def main() -> None:
     command.add_argument("--needle-lengths", type=int, nargs="*", default=[1024, 2048, 4096])
     command.add_argument("--samples", type=int, default=16, help="needles of each of three seeds")
     command.add_argument("--dense-finds", type=float, default=0.8, help="compare needles from here")
+    command.add_argument(
+        "--every", type=int, default=1, help="count selections at 2 tokens in so many"
+    )
     command.add_argument("--sections", nargs="*", metavar="SECTION", help="default: all")
     command.add_argument("--seconds", type=float, help="no further document of a section after")
     command.add_argument("--json", type=pathlib.Path, help="write a results file")

@@ -127,6 +127,14 @@ class Step:
         state = dataclasses.replace(self.state, source=source)
         return cast(Array, select(selector, self.layer, parameter, state, budgets, sparse=sparse))
 
+    def at(self, tokens: Int[Array, " X"]) -> Step:
+        """The same layer for some of the query tokens only; its keys stay whole."""
+        pick = lambda rows: jnp.take(rows, tokens, axis=1)
+        fields = ("source", "q", "positions", "cos", "sin")
+        picked = {name: pick(getattr(self.state, name)) for name in fields}
+        state = dataclasses.replace(self.state, **picked)
+        return dataclasses.replace(self, state=state, sources=tuple(map(pick, self.sources)))
+
 
 _rope = jax.jit(rope_at, static_argnums=(0, 2))
 

@@ -97,6 +97,7 @@ def selection_rows(
     *,
     edges: tuple[int, ...],
     by_layer: bool,
+    every: int,
     report: Report,
     seconds: float | None = None,
 ) -> Iterator[Row]:
@@ -110,6 +111,7 @@ def selection_rows(
         setting: see there.
         edges: bounds of the position buckets; more than one bucket also gets rows of its own.
         by_layer: also the mass and recall of every layer.
+        every: count two neighbouring tokens in every so many; 1: all.
         report: progress.
         seconds: no further document after so long.
     """
@@ -118,7 +120,7 @@ def selection_rows(
         start = time.perf_counter()
         found = document_counts(
             model, policies, reference, document[: setting.length], setting.sparse,
-            setting.budgets, edges,
+            setting.budgets, edges, every=every,
         )  # fmt: skip
         for name, parts in found.items():
             counts[name].append(parts)

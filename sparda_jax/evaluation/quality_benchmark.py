@@ -58,6 +58,7 @@ class Plan:
         calibration_length: of so many tokens.
         row_tokens: tokens of one forward pass over needles.
         dense_finds: needles are compared where dense attention finds at least this share.
+        every: selections are counted at two neighbouring tokens in every so many; 1: all.
         sections: of `SECTIONS`.
         seconds: a section takes no further document or task after so long; None: it takes all.
 
@@ -76,6 +77,7 @@ class Plan:
     calibration_length: int = 2048
     row_tokens: int = 1 << 17
     dense_finds: float = 0.8
+    every: int = 1
     sections: tuple[str, ...] = SECTIONS
     seconds: float | None = None
 
@@ -249,7 +251,7 @@ def _section(
         by_layer = setting is own
         yield from quality.selection_rows(
             model, policies, asked.everywhere[0], inputs.documents, setting,
-            edges=edges, by_layer=by_layer, **rest,
+            edges=edges, by_layer=by_layer, every=plan.every, **rest,
         )  # fmt: skip
     else:
         yield from quality.language_rows(

@@ -8,6 +8,8 @@ than free places):
              the best of the same number by that mass
     covered  true attention mass of all selected blocks, forced ones included, of 1
     hits     share of a token's free blocks that its predecessor had selected too
+
+A document has more tokens than a mean needs: one pair of neighbours in every so many will do.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ def count(
     counted = candidates & choice[..., None]
     oracle = take_best(mass, positions, budgets, sparse) & counted
     free, wanted = mask & counted, reference & counted
-    after = counted & (jnp.arange(mask.shape[2]) > 0)[:, None]
+    # Of the tokens at hand: those whose predecessor in the list is the one in the text.
+    follows = jnp.diff(positions, axis=1, prepend=positions[:, :1]) == 1
+    after = counted & follows[:, None, :, None]
     before = jnp.pad(mask[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)))
 
     def total(values: Array) -> Array:
@@ -134,6 +138,8 @@ def document_counts(
     sparse: SparseConfig,
     budgets: Sequence[int],
     edges: tuple[int, ...],
+    *,
+    every: int = 1,
 ) -> dict[str, Counts]:
     """Counts of every policy on one document.
 
@@ -145,13 +151,17 @@ def document_counts(
         sparse: grid and forced blocks.
         budgets: blocks selected, forced ones included.
         edges: bounds of the buckets of positions.
+        every: count two neighbouring tokens in every so many; 1: all.
 
     Returns:
         By policy name, fields `float64[len(budgets), L, len(edges) - 1]`.
     """
     found: dict[str, list[list[Counts]]] = {policy.name: [] for policy in policies}
 
+    chosen = jnp.asarray(sampled_tokens(len(document), every), jnp.int32)
+
     def visit(step: Step) -> None:
+        step = step if every == 1 else step.at(chosen)
         state = step.state
         mass = attention_mass(
             state.q, state.keys, state.positions, block_size=sparse.geometry.block_size
@@ -169,6 +179,21 @@ def document_counts(
 
     forward(model, DENSE, jnp.asarray(document, jnp.int32)[None], sparse, visit=visit)
     return {name: _stacked(layers) for name, layers in found.items()}
+
+
+def sampled_tokens(length: int, every: int) -> np.ndarray:
+    """Two neighbours in every stretch of `every` tokens, at random places that are always the same.
+
+    Raises:
+        ValueError: a stretch in which no two tokens follow one another.
+    """
+    if every == 1:
+        return np.arange(length)
+    if every < 2:
+        raise ValueError(f"a pair in every {every} tokens: at least 2, or 1 for all tokens")
+    starts = np.arange(0, length - every + 1, every)
+    starts += np.random.default_rng(0).integers(0, every - 1, len(starts))
+    return np.stack([starts, starts + 1], axis=1).reshape(-1)
 
 
 def _stacked(layers: list[list[Counts]]) -> Counts:

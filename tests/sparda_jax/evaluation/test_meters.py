@@ -10,7 +10,7 @@ import pytest
 from sparda_jax.evaluation import policies, quality, statistics
 from sparda_jax.evaluation.language import bucket_sizes, document_scores
 from sparda_jax.evaluation.policies import DENSE, forward
-from sparda_jax.evaluation.selection_quality import count, document_counts
+from sparda_jax.evaluation.selection_quality import count, document_counts, sampled_tokens
 from sparda_jax.evaluation.selectors import take_best
 
 LAYERS = 4
@@ -83,6 +83,26 @@ def test_documents_and_budgets_stay_apart(tiny, every):
     np.testing.assert_array_equal(found["local"].whole[:, 0, 1], 2 * np.array(choice))
 
 
+def test_some_tokens_count_as_all_do(tiny, every):
+    tokens = sampled_tokens(76, 8)
+    assert len(tokens) == 18 and (np.diff(tokens)[::2] == 1).all()
+    assert (tokens // 8 == np.repeat(np.arange(9), 2)).all()
+    arguments = (tiny.model, every, every[0], tiny.tokens[0], tiny.sparse, (6,))
+    # Buckets of one token each: what is counted at a token does not depend on the others.
+    whole = document_counts(*arguments, tuple(range(77)))["sparse"]
+    some = document_counts(*arguments, tuple(range(77)), every=8)["sparse"]
+    assert some.whole.sum() == whole.whole[..., tokens].sum() > 0
+    for name in ("reference", "mass", "oracle_mass", "covered"):
+        left, right = getattr(some, name), np.zeros_like(whole.whole)
+        right[..., tokens] = getattr(whole, name)[..., tokens]
+        np.testing.assert_allclose(left, right, rtol=1e-4, err_msg=name)
+    second = np.zeros_like(whole.hits)
+    second[..., tokens[1::2]] = whole.hits[..., tokens[1::2]]
+    np.testing.assert_array_equal(some.hits, second)
+    with pytest.raises(ValueError, match="a pair in every 0 tokens"):
+        sampled_tokens(76, 0)
+
+
 def test_likelihood_and_divergence_by_numpy(tiny, every):
     document, edges = tiny.tokens[0], (0, 40, 76)
     got = document_scores(tiny.model, every[:1], document, tiny.sparse, (9, 5), edges)
@@ -131,7 +151,7 @@ def test_rows(tiny, every):
     rest = {"edges": (0, 48, 76), "report": lines.append}
     rows = [
         *quality.selection_rows(
-            tiny.model, run, run[0], tiny.tokens, setting, by_layer=True, **rest
+            tiny.model, run, run[0], tiny.tokens, setting, by_layer=True, every=1, **rest
         ),
         *quality.language_rows(tiny.model, run, tiny.tokens, setting, **rest),
     ]
