@@ -141,12 +141,19 @@ def _attend_few(
     simulated: bool,
 ) -> tuple[Array, Array]:
     """At most 64 rows."""
-    splits = config.splits if config else splits_for(shape.batch * shape.heads, shape.steps)
-    stages = config.stages if config else _MAX_STAGES
-    while mosaic_rows.shared_bytes(shape, stages) > SHARED_BYTES and stages > 1:
+    config = config or RowsConfig(
+        splits=splits_for(shape.batch * shape.heads, shape.steps), stages=_MAX_STAGES
+    )
+    stages, warpgroups = config.stages, config.warpgroups
+    while mosaic_rows.shared_bytes(shape, stages, warpgroups) > SHARED_BYTES and stages > 1:
         stages -= 1
     kernel = mosaic_rows.build(
-        shape, splits=splits, stages=stages, scale=scale, stage_weights=simulated
+        shape,
+        splits=config.splits,
+        stages=stages,
+        warpgroups=warpgroups,
+        scale=scale,
+        stage_weights=simulated,
     )
     out, lse, *_ = kernel(*operands)
     return out, lse

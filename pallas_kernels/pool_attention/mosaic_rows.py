@@ -1,9 +1,9 @@
 """Pool attention for at most 64 query rows per KV head: bound by memory, split over slots.
 
-Three warpgroups per thread block, each with its own ring of tiles and its own running softmax;
-they take turns over the slots and merge in shared memory.  With several thread blocks per
-(request, KV head) these form a cluster: they leave partial results in global memory (which is L2
-at this size), wait for each other, and every one of them merges some of the rows.
+The warpgroups of a thread block have a ring of tiles and a running softmax each; they take turns
+over the slots and merge in shared memory.  With several thread blocks per (request, KV head)
+these form a cluster: they leave partial results in global memory (which is L2 at this size), wait
+for each other, and every one of them merges some of the rows.
 A wgmma has 64 rows although T*G may be 1: the padding costs tensor-core time that a kernel
 bound by memory has to spare.
 """
@@ -21,11 +21,6 @@ from jax import lax
 
 from pallas_kernels.pool_attention import mosaic_tiles as tiles
 
-# One warpgroup takes 1.3 us for a tile (64 tokens, H=128), waits included: two read 52 GB/s per
-# multiprocessor, and 64 thread blocks of two were too few for the memory's 4.2 TB/s.
-WARPGROUPS = 3
-# Those that hand their results to the first.
-PASSIVE = WARPGROUPS - 1
 # Rows that one thread block merges at a time.
 MERGED_ROWS = 8
 
@@ -35,6 +30,7 @@ def build(
     *,
     splits: int,
     stages: int,
+    warpgroups: int,
     scale: float,
     stage_weights: bool,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -44,6 +40,7 @@ def build(
         shape: sizes of the operands; ``rows`` a multiple of 8, at most 64.
         splits: thread blocks per (request, KV head), at most ``MAX_SPLITS``.
         stages: tiles in flight per warpgroup.
+        warpgroups: of a thread block, two or three.
         scale: factor on the dot products.
         stage_weights: pass softmax weights through shared memory (for the simulator).
 
@@ -53,7 +50,7 @@ def build(
         slots, where the shape has them) to
         (out [B,K,rows,H], lse [B,K,64]; partial results if there are several splits).
     """
-    units = splits * WARPGROUPS
+    units = splits * warpgroups
 
     def pool_attention_rows(q, slots, slot_ids, tail, tail_columns, *refs):
         wg = lax.axis_index("wg")
@@ -66,7 +63,9 @@ def build(
         statistics: Any = rest.pop(0) if splits > 1 else None
         q_tile, ((keys, values), other_acc), columns, other_rows, *barriers = rest
         q_landed, landed, tail_landed, finished, merged, *barriers = barriers
-        handed = [tuple(ref.at[i] for ref in (other_acc, *other_rows)) for i in range(PASSIVE)]
+        handed = [
+            tuple(ref.at[i] for ref in (other_acc, *other_rows)) for i in range(warpgroups - 1)
+        ]
         # The first doubles as the buffer of the merged result.
         merged_tile = handed[0]
         arrived: Any = barriers.pop(0) if splits > 1 else None
@@ -92,7 +91,7 @@ def build(
             tail_ring = dataclasses.replace(
                 ring, keys=_Stages(wide_keys), values=_Stages(wide_values)
             )
-        unit = split * WARPGROUPS + wg
+        unit = split * warpgroups + wg
         main = lax.div(shape.steps - unit + (units - 1), units)
         # The last unit has the fewest slots to attend, so it takes the tail.
         total = main + (unit == units - 1).astype(jnp.int32) * shape.tail_tiles
@@ -258,10 +257,10 @@ def build(
         pool_attention_rows,
         out_type=out_type,
         **launch,
-        num_threads=WARPGROUPS,
+        num_threads=warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=_scratch(shape, splits, stages, stage_weights),
+        scratch_types=_scratch(shape, splits, stages, warpgroups, stage_weights),
     )
 
 
@@ -326,11 +325,11 @@ def _merge_layout(head_dim: int) -> Any:
     )
 
 
-def shared_bytes(shape: tiles.Shape, stages: int) -> int:
+def shared_bytes(shape: tiles.Shape, stages: int, warpgroups: int) -> int:
     """Shared memory of one thread block, without the simulator's staging buffer."""
     item, slot_item = (jnp.dtype(each).itemsize for each in (shape.dtype, shape.slot_dtype))
-    h, tokens = shape.head_dim, WARPGROUPS * shape.tile_tokens
-    ring = max(stages * tokens * 2 * h * slot_item, PASSIVE * tiles.ROWS * h * 4)
+    h, tokens = shape.head_dim, warpgroups * shape.tile_tokens
+    ring = max(stages * tokens * 2 * h * slot_item, (warpgroups - 1) * tiles.ROWS * h * 4)
     wide = tokens * 2 * h * item if shape.quantised else 0
     return ring + stages * tokens * 4 + wide + tiles.ROWS * h * item + 4096
 
@@ -364,30 +363,32 @@ class _Offset:
         return self._ref.at[self._first + index]
 
 
-def _scratch(shape: tiles.Shape, splits: int, stages: int, stage_weights: bool) -> list[Any]:
+def _scratch(
+    shape: tiles.Shape, splits: int, stages: int, warpgroups: int, stage_weights: bool
+) -> list[Any]:
     tok, h, dtype = shape.tile_tokens, shape.head_dim, shape.dtype
     rows, single = tiles.ROWS, jnp.float32
-    ring = (WARPGROUPS, stages, tok)
+    ring, passive = (warpgroups, stages, tok), warpgroups - 1
     keys = plgpu.SMEM((*ring, h), shape.slot_dtype, transforms=tiles.swizzled(shape.slot_dtype, h))
-    wide = plgpu.SMEM((WARPGROUPS, tok, h), dtype, transforms=tiles.swizzled(dtype))
+    wide = plgpu.SMEM((warpgroups, tok, h), dtype, transforms=tiles.swizzled(dtype))
     scratch = [
         plgpu.SMEM((rows, h), dtype, transforms=tiles.swizzled(dtype)),
         # What the warpgroups hand over needs no memory of its own: room for more tiles.
         plgpu.RefUnion(
-            (keys, keys), plgpu.SMEM((PASSIVE, rows, h), single, transforms=tiles.swizzled(single))
+            (keys, keys), plgpu.SMEM((passive, rows, h), single, transforms=tiles.swizzled(single))
         ),
         plgpu.SMEM(ring, single),
-        (plgpu.SMEM((PASSIVE, rows), single), plgpu.SMEM((PASSIVE, rows), single)),
+        (plgpu.SMEM((passive, rows), single), plgpu.SMEM((passive, rows), single)),
         plgpu.Barrier(),
-        plgpu.Barrier(num_arrivals=shape.slot_copies, num_barriers=WARPGROUPS * stages),
-        plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS * stages),
-        plgpu.Barrier(num_arrivals=WARPGROUPS),
-        plgpu.Barrier(num_arrivals=PASSIVE),
+        plgpu.Barrier(num_arrivals=shape.slot_copies, num_barriers=warpgroups * stages),
+        plgpu.Barrier(num_arrivals=3, num_barriers=warpgroups * stages),
+        plgpu.Barrier(num_arrivals=warpgroups),
+        plgpu.Barrier(num_arrivals=passive),
     ]
     if splits > 1:
         scratch.append(plgpu.ClusterBarrier(collective_axes=("split",)))
     if shape.quantised:
         scratch += [wide, wide]
     if stage_weights:
-        scratch.append(plgpu.SMEM((WARPGROUPS, rows, tok), dtype, transforms=tiles.swizzled(dtype)))
+        scratch.append(plgpu.SMEM((warpgroups, rows, tok), dtype, transforms=tiles.swizzled(dtype)))
     return scratch

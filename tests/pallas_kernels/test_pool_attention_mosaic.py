@@ -90,7 +90,7 @@ def _compare(operands, biases, config=None):
         # Quantised: one slot a tile and several, with the tail behind them in the same tile.
         (
             {"t": 1, "g": 3, "h": 64, "p": 64, "z": 7, "r": 5, "e": 70, "quantised": "int8"},
-            RowsConfig(splits=2, stages=2),
+            RowsConfig(splits=2, stages=2, warpgroups=3),
         ),
         (
             {"t": 2, "g": 4, "h": 128, "p": 32, "z": 9, "r": 5, "e": 9, "k": 2, "bias": True}
@@ -194,8 +194,9 @@ def test_quantised_slots_of_many_rows_raise():
         pool_attention(*operands, **biases, implementation="mosaic")
 
 
-def test_as_few_splits_as_keep_the_memory_busy():
+def test_splits_fill_the_machine_once():
     assert splits_for(2, 96) == 8
-    assert splits_for(16, 96) == 4
-    assert splits_for(64, 96) == 1
+    assert splits_for(16, 96) == 5
+    assert splits_for(64, 96) == 2
+    assert splits_for(128, 96) == 1
     assert splits_for(2, 8) == 2

@@ -1,5 +1,6 @@
 """Pool attention: one query token (bound by memory) and a block of them (bound by compute)."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.pool_attention import pool_attention
+from pallas_kernels.pool_attention import mosaic, pool_attention
+from pallas_kernels.pool_attention.tuning import RowsConfig
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Session, benchmark, converted
 
 SELECTED, BLOCK, HEAD_DIM = 96, 64, 128
@@ -23,7 +25,7 @@ def one_token(session: Session) -> Iterator[Row]:
     for batch in (1, 8, 32, 64):
         variants, mask = _variants(batch, 1, heads=2, group=16), _mask(batch, 1)
         timing, outputs = session.time(_call, variants, shared=(mask,))
-        moved = batch * 2 * (SELECTED + 1) * 2 * BLOCK * HEAD_DIM * 2
+        moved = _bytes_read(batch)
         rate = converted(timing, moved * 1e-3)
         copy = _copy_rate(session, moved)
         yield Row(
@@ -36,6 +38,39 @@ def one_token(session: Session) -> Iterator[Row]:
             peers={"copy of as many bytes": copy},
             error=_error((*variants[-1], mask), outputs[-1]) if session.refcheck else None,
         )
+
+
+@benchmark("pool_attention/launches")
+def launches(session: Session) -> Iterator[Row]:
+    """``one_token`` with other launch shapes than the default: thread blocks x warpgroups."""
+    tried = {
+        8: ((3, 3), (4, 2), (4, 3), (5, 2), (5, 3), (6, 3)),
+        32: ((1, 2), (1, 3), (2, 2), (2, 3)),
+        64: ((1, 2), (1, 3)),
+    }
+    for batch, shapes in tried.items():
+        variants, mask = _variants(batch, 1, heads=2, group=16), _mask(batch, 1)
+        for splits, warpgroups in shapes:
+            config = RowsConfig(splits=splits, stages=4, warpgroups=warpgroups)
+            call = functools.partial(
+                mosaic.pool_attention,
+                slot_bias=None,
+                tail_bias=None,
+                slot_scales=None,
+                scale=HEAD_DIM**-0.5,
+                return_lse=False,
+                config=config,
+            )
+            timing, outputs = session.time(call, variants, shared=(mask,))
+            rate = converted(timing, _bytes_read(batch) * 1e-3)
+            yield Row(
+                name=f"pool_attention/launches/B{batch}/{splits}x{warpgroups}",
+                timing=rate,
+                unit="GB/s",
+                better="higher",
+                of_roofline=rate.median * 1e9 / session.copy_bandwidth,
+                error=_error((*variants[-1], mask), outputs[-1]) if session.refcheck else None,
+            )
 
 
 @benchmark("pool_attention/quantised")
@@ -60,6 +95,11 @@ def quantised(session: Session) -> Iterator[Row]:
                 of_roofline=rate.median * 1e9 / session.copy_bandwidth,
                 error=error,
             )
+
+
+def _bytes_read(batch: int) -> int:
+    """Slots and tail of all requests, K=2."""
+    return batch * 2 * (SELECTED + 1) * 2 * BLOCK * HEAD_DIM * 2
 
 
 def _copy_rate(session: Session, moved: float) -> float:
