@@ -85,8 +85,11 @@ def _compare(operands, biases, config=None):
             RowsConfig(splits=2, stages=2),
         ),
         ({"t": 1, "g": 1, "h": 128, "p": 128, "z": 4, "r": 3, "e": 0}, None),
-        # Rows with masks of their own: few, and more than one wgmma holds.
-        ({"t": 5, "g": 4, "h": 64, "p": 64, "z": 3, "r": 2, "e": 33}, None),
+        # Rows with masks of their own: few, merged in turns, and more than one wgmma holds.
+        (
+            {"t": 5, "g": 4, "h": 64, "p": 64, "z": 3, "r": 2, "e": 33},
+            RowsConfig(splits=2, stages=1),
+        ),
         # Quantised: one slot a tile and several, with the tail behind them in the same tile.
         (
             {"t": 1, "g": 3, "h": 64, "p": 64, "z": 7, "r": 5, "e": 70, "quantised": "int8"},
