@@ -38,8 +38,8 @@ def pool_attention(
     """See ``pool_attention.api.pool_attention``; ``config`` overrides the launch for few rows.
 
     Raises:
-        NotImplementedError: P, H or dtype that the kernels do not serve; quantised slots with more
-            than 64 rows (T*G) or queries that are not bfloat16.
+        NotImplementedError: P, H or dtype that the kernels do not serve; quantised slots with
+            queries that are not bfloat16.
     """
     _check(q, slots, tail)
     return _attend(
@@ -126,11 +126,8 @@ def _check(q: Array, slots: Array, tail: Array) -> None:
         return
     if slots.dtype not in QUANTISED:
         raise NotImplementedError(f"slots of {slots.dtype} with queries of {q.dtype}")
-    rows = q.shape[1] * q.shape[2] // slots.shape[1]
-    if q.dtype != jnp.bfloat16 or rows > mosaic_tiles.ROWS:
-        raise NotImplementedError(
-            f"quantised slots with {rows} rows of {q.dtype}, only {mosaic_tiles.ROWS} of bfloat16"
-        )
+    if q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"quantised slots with queries of {q.dtype}, not bfloat16")
 
 
 def _attend_few(

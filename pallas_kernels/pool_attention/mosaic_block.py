@@ -3,11 +3,13 @@
 A thread block takes ``CONSUMERS`` x 64 query rows of one (request, KV head) and walks over all
 slots and the tail.  One warpgroup fills a ring of tiles, the others read every tile and keep
 their rows' running softmax, so that the softmax of one can run beside the products of the other.
+Of a quantised tile one consumer widens the keys and the other the values, for both.
 
 Ran on an H200 with every slot named; since then the producer also keeps account of steps
 that name none (simulated with race detection, not yet run).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +39,8 @@ def build(
 
     Returns:
         Function (q [B,K,rows,H], slots, slot_ids, tail [B,K,2,E,H], tail_columns [B,KB,E], then
-        tail_rows [B,1,rows,E] and slot_bias [B,K,steps*TOK] where the shape has them) to
+        tail_rows [B,1,rows,E], slot_bias [B,K,steps*TOK] and slot_scales [B,K,2,R], of the named
+        slots, where the shape has them) to
         (out [B,K,rows,H], lse [B,K,rows]).
     """
 
@@ -45,14 +48,28 @@ def build(
         rest = list(refs)
         tail_rows = rest.pop(0) if shape.row_mask else None
         slot_bias = rest.pop(0) if shape.slot_bias else None
+        slot_scales = rest.pop(0) if shape.quantised else None
         out, lse, q_tiles, keys, values, columns, row_lse, q_landed, *barriers = rest
-        landed, tail_landed, consumed, turn, *staging = barriers
+        landed, tail_landed, consumed, turn, *barriers = barriers
+        wide: Any = barriers.pop(0) if shape.quantised else None
+        tail_free: Any = barriers.pop(0) if shape.quantised else None
+        staging = barriers
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         wg = lax.axis_index("wg")
         operands = tiles.select(
-            batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias, None
+            batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias, slot_scales
         )
         ring = tiles.Ring(keys, values, columns, landed, tail_landed)
+        # The tail is not quantised: it takes the place of the widened tiles.
+        tail_ring = (
+            ring if wide is None else dataclasses.replace(ring, keys=wide[0], values=wide[1])
+        )
+
+        def tail_stage(tail_tile):
+            if wide is None:
+                return lax.rem(tail_tile + shape.steps, stages)
+            # The first, as a traced number: a constant index does not lower inside run_state.
+            return tail_tile * 0
 
         @pl.when(wg == CONSUMERS)
         def _produce():
@@ -77,10 +94,14 @@ def build(
                 return used | lax.shift_left(named.astype(jnp.int32), stage)
 
             def produce_tail(tail_tile, used):
-                stage = lax.rem(tail_tile + shape.steps, stages)
-                reuse(stage, used)
-                tiles.load_tail(shape, operands, ring, stage, tail_tile)
-                return used | lax.shift_left(jnp.int32(1), stage)
+                stage = tail_stage(tail_tile)
+                if shape.quantised:
+                    plgpu.barrier_wait(tail_free)
+                else:
+                    reuse(stage, used)
+                    used |= lax.shift_left(jnp.int32(1), stage)
+                tiles.load_tail(shape, operands, tail_ring, stage, tail_tile)
+                return used
 
             used = lax.fori_loop(0, shape.steps, produce_slots, jnp.int32(0))
             if shape.tail_tiles:
@@ -88,6 +109,8 @@ def build(
             # Every phase of a barrier is waited for, so that none outlives the kernel.
             for stage in range(stages):
                 reuse(jnp.int32(stage), used)
+            if shape.quantised:
+                plgpu.barrier_wait(tail_free)
 
         @pl.when(wg < CONSUMERS)
         def _consume():
@@ -103,36 +126,59 @@ def build(
                 "staging": staging[0].at[wg] if staging else None,
             }
 
-            def slot_step(j, carry):
+            def widened(stage, turns):
+                """The tile for both, half of it converted here."""
+                # The buffer of the turn before the last: whoever is here has ended that one,
+                # and the other has at least begun the last.
+                buffer = lax.rem(turns, 2)
+                for index, narrow in enumerate((keys, values)):
+
+                    @pl.when(wg == index)
+                    def _widen(index=index, narrow=narrow):
+                        tiles.widen(narrow.at[stage], wide[index].at[buffer])
+
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(turn)
+                return wide[0].at[buffer], wide[1].at[buffer]
+
+            def slot_step(j, state):
+                carry, turns = state
                 stage, ids = lax.rem(j, stages), tiles.step_slots(shape, operands, j)
+                scales = tiles.step_scales(shape, operands, j)
 
                 def attend_slots(*carry):
                     plgpu.barrier_wait(landed.at[stage])
+                    tile = keys.at[stage], values.at[stage]
+                    if shape.quantised:
+                        tile = widened(stage, turns)
                     return tiles.attend(
                         q_tile,
-                        keys.at[stage],
-                        values.at[stage],
+                        *tile,
                         carry,
                         columns=tiles.slot_columns(shape, ring, stage, ids),
+                        scales=tiles.spread(shape, scales),
                         **attend,
                     )
 
                 named = tiles.named(ids)
                 carry = lax.cond(named, attend_slots, lambda *carry: carry, *carry)
+                if shape.quantised:
+                    turns += named.astype(jnp.int32)
 
                 @pl.when(named)
                 def _release():
                     plgpu.barrier_arrive(consumed.at[stage])
 
-                return carry
+                return carry, turns
 
             def tail_step(tail_tile, carry):
-                stage = lax.rem(tail_tile + shape.steps, stages)
+                stage = tail_stage(tail_tile)
                 plgpu.barrier_wait(tail_landed.at[stage])
 
                 @pl.when(wg == 0)
                 def _clear():
-                    tiles.clear_unseen_values(ring, stage)
+                    tiles.clear_unseen_values(tail_ring, stage)
 
                 # The other warpgroups read the values only after they are cleared.
                 plgpu.barrier_arrive(turn)
@@ -147,17 +193,20 @@ def build(
                     )
                 carry = tiles.attend(
                     q_tile,
-                    keys.at[stage],
-                    values.at[stage],
+                    tail_ring.keys.at[stage],
+                    tail_ring.values.at[stage],
                     carry,
                     columns=plgpu.load(columns.at[stage], layout=tiles.BY_COLUMN),
                     rows=rows,
                     **attend,
                 )
-                plgpu.barrier_arrive(consumed.at[stage])
+                plgpu.barrier_arrive(tail_free if shape.quantised else consumed.at[stage])
                 return carry
 
-            carry = lax.fori_loop(0, shape.steps, slot_step, tiles.initial(shape.head_dim))
+            start = (tiles.initial(shape.head_dim), jnp.int32(0))
+            carry, _ = lax.fori_loop(0, shape.steps, slot_step, start)
+            if shape.quantised:
+                plgpu.barrier_arrive(tail_free)
             if shape.tail_tiles:
                 carry = lax.fori_loop(0, shape.tail_tiles, tail_step, carry)
             result, result_lse = tiles.finish(carry)
@@ -188,17 +237,20 @@ def build(
 
 def shared_bytes(shape: tiles.Shape, stages: int) -> int:
     """Shared memory of one thread block, without the simulator's staging buffer."""
-    item, h = jnp.dtype(shape.dtype).itemsize, shape.head_dim
-    return stages * shape.tile_tokens * (2 * h * item + 4) + BLOCK_ROWS * (h * item + 4) + 4096
+    item, slot_item = (jnp.dtype(each).itemsize for each in (shape.dtype, shape.slot_dtype))
+    h, tokens = shape.head_dim, shape.tile_tokens
+    wide = 2 * tokens * 2 * h * item if shape.quantised else 0
+    ring = stages * tokens * (2 * h * slot_item + 4)
+    return ring + wide + BLOCK_ROWS * (h * item + 4) + 4096
 
 
 def _scratch(shape: tiles.Shape, stages: int, stage_weights: bool) -> list[Any]:
     tok, h, dtype, rows = shape.tile_tokens, shape.head_dim, shape.dtype, tiles.ROWS
-    swizzled = tiles.swizzled(dtype)
+    swizzled, slot_dtype = tiles.swizzled(dtype), shape.slot_dtype
     scratch = [
         plgpu.SMEM((CONSUMERS, rows, h), dtype, transforms=swizzled),
-        plgpu.SMEM((stages, tok, h), dtype, transforms=swizzled),
-        plgpu.SMEM((stages, tok, h), dtype, transforms=swizzled),
+        plgpu.SMEM((stages, tok, h), slot_dtype, transforms=tiles.swizzled(slot_dtype, h)),
+        plgpu.SMEM((stages, tok, h), slot_dtype, transforms=tiles.swizzled(slot_dtype, h)),
         plgpu.SMEM((stages, tok), jnp.float32),
         plgpu.SMEM((CONSUMERS, rows), jnp.float32),
         plgpu.Barrier(num_barriers=CONSUMERS),
@@ -207,6 +259,9 @@ def _scratch(shape: tiles.Shape, stages: int, stage_weights: bool) -> list[Any]:
         plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         plgpu.Barrier(num_arrivals=CONSUMERS),
     ]
+    if shape.quantised:
+        wide = plgpu.SMEM((2, tok, h), dtype, transforms=swizzled)
+        scratch += [(wide, wide), plgpu.Barrier(num_arrivals=CONSUMERS)]
     if stage_weights:
         scratch.append(plgpu.SMEM((CONSUMERS, rows, tok), dtype, transforms=swizzled))
     return scratch

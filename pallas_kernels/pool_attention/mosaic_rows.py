@@ -147,7 +147,7 @@ def build(
                     carry,
                     scale=scale,
                     columns=tiles.slot_columns(shape, ring, stage, ids),
-                    scales=scales and tuple(tiles.by_token(shape, each) for each in scales),
+                    scales=tiles.spread(shape, scales),
                     staging=stage_to,
                 )
 

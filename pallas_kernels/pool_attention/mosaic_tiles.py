@@ -169,15 +169,20 @@ def step_scales(shape: Shape, operands: Operands, step: jax.Array) -> Scales | N
     return keys, values
 
 
-def by_token(shape: Shape, per_slot: tuple[jax.Array, ...]) -> jax.Array:
+def spread(shape: Shape, scales: Scales | None) -> tuple[jax.Array, jax.Array] | None:
+    """The scales of a tile as ``attend`` takes them."""
+    return None if scales is None else (_by_token(shape, scales[0]), _by_token(shape, scales[1]))
+
+
+def _by_token(shape: Shape, per_slot: tuple[jax.Array, ...]) -> jax.Array:
     """One number per slot of a tile, for each of its tokens."""
     if len(per_slot) == 1:
         return per_slot[0]
     token = plgpu.layout_cast(lax.iota(jnp.int32, shape.tile_tokens), BY_COLUMN)
-    spread = jnp.zeros_like(token, dtype=jnp.float32) + per_slot[0]
+    numbers = jnp.zeros_like(token, dtype=jnp.float32) + per_slot[0]
     for i, value in enumerate(per_slot[1:], start=1):
-        spread = jnp.where(token >= i * shape.block_size, value, spread)
-    return spread
+        numbers = jnp.where(token >= i * shape.block_size, value, numbers)
+    return numbers
 
 
 def widen(narrow: Any, wide: Any) -> None:

@@ -59,8 +59,13 @@ def _compare(operands, biases, config=None):
 
     exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in operands]
     # The reference multiplies hidden values by 0.
-    exact[1], exact[3] = jnp.nan_to_num(exact[1]), jnp.nan_to_num(exact[3])
-    expected, expected_lse = pool_attention(*exact, **biases, return_lse=True, implementation="xla")
+    exact[3] = jnp.nan_to_num(exact[3])
+    finite = dict(biases)
+    if biases["slot_scales"] is None:
+        exact[1] = jnp.nan_to_num(exact[1])
+    else:
+        finite["slot_scales"] = jnp.nan_to_num(biases["slot_scales"])
+    expected, expected_lse = pool_attention(*exact, **finite, return_lse=True, implementation="xla")
     scale = operands[0].shape[3] ** -0.5
 
     def call(*args):
@@ -101,6 +106,7 @@ def _compare(operands, biases, config=None):
             None,
         ),
         ({"t": 33, "g": 2, "h": 64, "p": 64, "z": 4, "r": 2, "e": 64, "k": 2, "bias": True}, None),
+        ({"t": 33, "g": 2, "h": 64, "p": 32, "z": 9, "r": 7, "e": 65, "quantised": "int8"}, None),
     ],
 )
 def test_equals_reference(sizes, config):
@@ -108,19 +114,26 @@ def test_equals_reference(sizes, config):
     _compare(operands, biases, config)
 
 
-@pytest.mark.parametrize(("t", "p"), [(1, 64), (1, 32), (20, 64)])
-def test_missing_slots(t, p):
-    operands, biases = _operands(t + p, t=t, g=4, h=64, p=p, z=8, r=6, e=64, b=2)
+@pytest.mark.parametrize(
+    ("t", "p", "quantised"), [(1, 64, None), (1, 32, None), (20, 64, None), (20, 64, "int8")]
+)
+def test_missing_slots(t, p, quantised):
+    operands, biases = _operands(
+        t + p, t=t, g=4, h=64, p=p, z=8, r=6, e=64, b=2, quantised=quantised
+    )
     ids = np.array(operands[2])
     ids[0, 0, 1] = -1
     ids[0, 0, 4:] = -1
     ids[1] = -1
     operands[2] = jnp.asarray(ids)
     # Slots without a name hold NaN, also those that lost theirs.
-    slots = np.array(operands[1], np.float32)
-    for b in range(2):
-        slots[b, :, np.setdiff1d(np.arange(8), ids[b])] = np.nan
-    operands[1] = jnp.asarray(slots, jnp.bfloat16)
+    lost = [(b, slice(None), np.setdiff1d(np.arange(8), ids[b])) for b in range(2)]
+    if quantised:
+        for where in lost:
+            biases["slot_scales"] = biases["slot_scales"].at[where].set(jnp.nan)
+    else:
+        for where in lost:
+            operands[1] = operands[1].at[where].set(jnp.nan)
     _compare(operands, biases)
 
 
@@ -146,6 +159,7 @@ def test_nothing_visible_gives_zero():
         (1, 64, 128, 16, "int8"),
         (1, 32, 64, 16, "float8_e4m3fn"),
         (32, 64, 128, 16, "bfloat16"),
+        (32, 64, 128, 16, "float8_e4m3fn"),
         (32, 128, 128, 4, "bfloat16"),
     ],
 )
@@ -191,9 +205,10 @@ def test_unsupported_dtype_raises():
         pool_attention(*operands, **biases, implementation="mosaic")
 
 
-def test_quantised_slots_of_many_rows_raise():
-    operands, biases = _operands(1, t=33, g=2, h=64, p=64, z=2, r=1, e=8, quantised="int8")
-    with interpret.simulated(), pytest.raises(NotImplementedError, match="66 rows"):
+def test_quantised_slots_with_float16_queries_raise():
+    operands, biases = _operands(1, t=1, g=2, h=64, p=64, z=2, r=1, e=8, quantised="int8")
+    operands[0], operands[3] = operands[0].astype(jnp.float16), operands[3].astype(jnp.float16)
+    with interpret.simulated(), pytest.raises(NotImplementedError, match="queries of float16"):
         pool_attention(*operands, **biases, implementation="mosaic")
 
 
