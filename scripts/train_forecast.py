@@ -12,42 +12,27 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from sparda_jax.cli import HelpFormatter, Parser, add_policy_options, guarded, note, policy
 
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-EXIT_INTERRUPTED = 130
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors in one line: the usage of so many options would hide them."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
-
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        prog="train_forecast.py",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser(prog="train_forecast.py", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "text", type=Path, nargs="+", help="documents: UTF-8 text, .jsonl with 'text', or .npy ids"
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the run: checkpoints, metrics, weights"
     )
-    add = parser.add_argument_group("model and policy").add_argument
+    group = parser.add_argument_group("model and policy")
+    add = group.add_argument
     add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the frozen model")
-    add("--block-size", type=int, default=64, help="tokens per KV block")
-    add("--kernel-size", type=int, default=32, help="tokens per compressed key")
-    add("--kernel-stride", type=int, default=16, help="tokens between compressed keys")
-    add("--budget-blocks", type=int, default=24, help="blocks attended, forced ones included")
-    add("--init-blocks", type=int, default=1, help="first blocks, always attended")
-    add("--local-blocks", type=int, default=8, help="blocks before the current one, likewise")
+    add_policy_options(group)
     add("--teacher-kernel", type=int, default=2, help="keys averaged into one of the teacher's")
     add("--teacher-stride", type=int, default=1, help="keys between two of the teacher's")
     add("--lookahead", type=int, default=1, help="layers ahead; other than 1 to compare only")
@@ -79,23 +64,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def settings(args: argparse.Namespace) -> Any:
-    from pallas_kernels.geometry import BlockGeometry
     from sparda_jax.config import SparseConfig
     from sparda_jax.forecast.loss import LossConfig
     from sparda_jax.forecast.step import TrainConfig
     from sparda_jax.sparse.forecast import check_lookahead
 
-    sparse = SparseConfig(
-        geometry=BlockGeometry(args.block_size, args.kernel_size, args.kernel_stride),
-        init_blocks=args.init_blocks,
-        local_blocks=args.local_blocks,
-        budget_blocks=args.budget_blocks,
-    )
+    sparse = policy(args, SparseConfig())
     check_lookahead(sparse)
     same = (
         "steps",
@@ -218,17 +193,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        note("interrupted; the same command goes on from the last checkpoint")
-        return EXIT_INTERRUPTED
-    except (ValueError, ArithmeticError, OSError, RuntimeError, ImportError, MemoryError) as error:
-        if args.traceback:
-            raise
-        first = next((line for line in str(error).splitlines() if line), type(error).__name__)
-        note(f"train_forecast.py: {first}")
-        return 1
+    stopped = "interrupted; the same command goes on from the last checkpoint"
+    return guarded("train_forecast.py", run, args, interrupted=stopped)
 
 
 if __name__ == "__main__":
