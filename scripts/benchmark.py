@@ -127,6 +127,7 @@ def quality(arguments: argparse.Namespace) -> None:
     plan = quality_benchmark.Plan(
         length=arguments.length,
         fine_length=arguments.fine_length,
+        percents=tuple(arguments.percents),
         blocks=arguments.blocks,
         needle_lengths=tuple(arguments.needle_lengths),
         samples=arguments.samples,
@@ -205,6 +206,7 @@ def main() -> None:
     command.add_argument("--documents", type=int, default=1000, help="at most")
     command.add_argument("--length", type=int, default=8192, help="tokens of a long document")
     command.add_argument("--fine-length", type=int, default=2048, help="of a short one")
+    command.add_argument("--percents", type=float, nargs="+", default=[50, 25, 12.5, 6.25])
     command.add_argument("--blocks", type=int, default=128, help="of a text, for %% budgets")
     command.add_argument("--needle-lengths", type=int, nargs="*", default=[1024, 2048, 4096])
     command.add_argument("--samples", type=int, default=16, help="needles of each of three seeds")
