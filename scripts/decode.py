@@ -105,7 +105,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.batch is not None and (args.prompt is not None or args.prompt_file is not None):
         parser.error("--batch holds the prompts: give neither --prompt nor --prompt-file with it")
-    default = None
+    default = "default" if args.model == "default" else None
     if args.mode is None:
         args.mode = "sparda" if args.forecast or default else "sparse"
     if args.mode == "sparda":

@@ -25,10 +25,11 @@ class Demo:
     answer: tuple[str, ...]
 
 
-# Chosen because dense attention answers it too: so small a model does not find everything.
+# Chosen because dense attention and sparda both answer it: so small a model does not find
+# everything, and other wordings of the same question fail in the one, the other or both.
 DEMO = Demo(
     document_tokens=5900,
-    question="What are the two production-ready versions of Python? Answer in one line.",
+    question="What are Python's two production-ready versions? Answer in one line.",
     evidence="There are two production-ready versions\nof Python: 2.x and 3.x.",
     answer=("Python 2.x", "Python 3"),
 )

@@ -77,7 +77,7 @@ def test_demo_answers_like_dense_with_a_third_of_the_kv(default_model_path, caps
         output = json.loads(capsys.readouterr().out)
         return output["results"][0], output["report"]
 
-    result, report = answer()
+    result, report = answer("--forecast=default")
     assert all(words in result["text"] for words in demo.DEMO.answer)
     assert result["finish_reason"] == "stop"
     assert report["device_kv_bytes"] < report["full_kv_bytes"] / 3

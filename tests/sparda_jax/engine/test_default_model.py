@@ -11,6 +11,7 @@ from sparda_jax.assets import load_excerpt
 from sparda_jax.checkpoints.load import load_pretrained
 from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
 from sparda_jax.engine.generate import Engine
+from sparda_jax.forecast.files import load_forecast
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,12 @@ def run(pretrained, texts):
     def go(sparse=SPARSE, **settings):
         key = (sparse, *sorted(settings.items()))
         if key not in done:
-            engine = Engine(pretrained[0], sparse=sparse, config=EngineConfig(**settings))
+            model, config = pretrained[0], EngineConfig(**settings)
+            forecast = None
+            if config.mode == "sparda":
+                with jax.transfer_guard("allow"):
+                    forecast, _ = load_forecast("default", model)
+            engine = Engine(model, sparse=sparse, config=config, forecast=forecast)
             results, report = engine.generate(texts, GREEDY)
             done[key] = engine, [result.tokens for result in results], report
         return done[key]
@@ -55,10 +61,11 @@ def test_all_blocks_selected_equals_dense(run):
     assert blocks == dense
 
 
-@pytest.mark.parametrize("fetch", ["program", "eager"])
-def test_offloaded_equals_resident(run, fetch):
-    _, resident, _ = run()
-    _, offloaded, report = run(offload="host", fetch=fetch)
+@pytest.mark.parametrize("mode,fetch", [("sparse", "eager"), ("sparda", "program")])
+def test_offloaded_equals_resident(run, mode, fetch):
+    settings = {} if mode == "sparse" else {"mode": mode}
+    _, resident, _ = run(**settings)
+    _, offloaded, report = run(offload="host", fetch=fetch, **settings)
     assert offloaded == resident
     assert report.fetched_runs > 0
     assert report.written_back_runs >= 2 * 3 * 30 * 3  # rows x blocks x layers x KV heads
@@ -66,7 +73,9 @@ def test_offloaded_equals_resident(run, fetch):
 
 def test_the_budget_binds(run):
     """Guards the equality of resident and offloaded sparse runs against being that of dense."""
-    assert run()[1] != run(mode="dense")[1]
+    sparse, sparda, dense = run()[1], run(mode="sparda")[1], run(mode="dense")[1]
+    assert sparse != dense
+    assert sparda not in (sparse, dense)
 
 
 def test_n_step_program_equals_single_steps(run):
