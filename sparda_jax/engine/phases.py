@@ -201,7 +201,10 @@ def run_layers(
         elif index == 0:
             plans[0] = _choose(phases, 0, normed, held)
         if index + 1 < len(held) and choosers[index + 1].ahead:
-            plans[index + 1] = _choose(phases, index + 1, normed, held)
+            ahead = _choose(phases, index + 1, normed, held)
+            # Without a tie XLA fuses what two layers derive from their choices into one kernel,
+            # and the fetch of the first waits for the second's choice.
+            q, plans[index + 1] = jax.lax.optimization_barrier((q, ahead))
         x = phases.attend(index, x, q, held[index], plans[index].rows)
     return x, tuple(held), [plans[index] for index in range(len(held))]
 
