@@ -66,6 +66,10 @@ class CompiledPhases:
         """Waits for the miss list; the copies themselves are asynchronous."""
         return self.fetcher.fetch(index, blocks, plan.source, plan.target, plan.fetched)
 
+    def tie(self, q: Array, plan: Plan) -> tuple[Array, Plan]:
+        """Programs run in the order of their calls anyway."""
+        return q, plan
+
     def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
         """See `phases.attend_layer`."""
         size = self.sparse.geometry.block_size

@@ -169,6 +169,10 @@ class Phases(Protocol):
         """The slots with what `plan` misses."""
         ...
 
+    def tie(self, q: Array, plan: Plan) -> tuple[Array, Plan]:
+        """Both unchanged; a layer attends once the next one's blocks are chosen, if not fetched."""
+        ...
+
     def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
         """See `attend_layer`."""
         ...
@@ -202,9 +206,7 @@ def run_layers(
             plans[0] = _choose(phases, 0, normed, held)
         if index + 1 < len(held) and choosers[index + 1].ahead:
             ahead = _choose(phases, index + 1, normed, held)
-            # Without a tie XLA fuses what two layers derive from their choices into one kernel,
-            # and the fetch of the first waits for the second's choice.
-            q, plans[index + 1] = jax.lax.optimization_barrier((q, ahead))
+            q, plans[index + 1] = phases.tie(q, ahead)
         x = phases.attend(index, x, q, held[index], plans[index].rows)
     return x, tuple(held), [plans[index] for index in range(len(held))]
 
@@ -254,6 +256,12 @@ class TracedPhases:
         if self.fetcher is None:
             return blocks
         return self.fetcher.fetch(index, blocks, plan.source, plan.target, plan.fetched)
+
+    def tie(self, q: Array, plan: Plan) -> tuple[Array, Plan]:
+        """See `Phases.tie`."""
+        # Without it XLA fuses what two layers derive from their choices into one kernel, and the
+        # fetch for the first waits for the second's choice.
+        return jax.lax.optimization_barrier((q, plan))
 
     def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
         """See `attend_layer`."""
