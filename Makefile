@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Test processes. Compiling, most of the work, is done on one core each; whole files go to a process,
+# which share what their fixtures compiled.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
@@ -21,7 +24,7 @@ decode:
 	@$(BIN)/python scripts/decode.py $(ARGS)
 
 test: setup
-	@$(MAKE) --no-print-directory lint; lint=$$?; $(BIN)/python -m pytest $(ARGS) && exit $$lint
+	@$(MAKE) --no-print-directory lint; lint=$$?; $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS) && exit $$lint
 
 lint: setup
 	$(BIN)/ruff check .

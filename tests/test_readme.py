@@ -17,7 +17,7 @@ def test_examples_run(default_model_path, monkeypatch, capsys):
     # The examples ask for "default", which looks for the model where the user's cache is.
     monkeypatch.setattr("sparda_jax.assets.default_cache_dir", lambda: default_model_path.parent)
     blocks = python_blocks()
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
