@@ -39,8 +39,11 @@ def _value(row: dict[str, Any] | None, digits: int, *, interval: bool = True) ->
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Markdown; columns in which nothing was measured are left out."""
+    full = [i for i in range(len(head)) if any(line[i] for line in lines)]
     rule = ["---"] + ["--:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
+    picked = ([line[i] for i in full] for line in (head, rule, *lines))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in picked)
 
 
 def _settings(rows: Rows, section: str, *, own: bool) -> list[str]:
@@ -179,11 +182,9 @@ def plot(rows: Rows, path: Path) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "quality", "svg.fonttype": "none"}
     import matplotlib.pyplot as pyplot
 
-    panels: list[tuple[str, str]] = [
-        (f"language/{setting}", "kl")
-        for setting in _settings(rows, "language", own=False)
-        if f"language/{setting}/50%/kl/sparda" in rows
-    ]
+    curves = [p for p in _parts(rows, "language") if p[2:] != ["100%", "kl", "sparse"]]
+    curves = [p for p in curves if p[3] == "kl" and not p[1].endswith("_policy")]
+    panels = [(f"language/{setting}", "kl") for setting in dict.fromkeys(p[1] for p in curves)]
     needles = [p for p in _parts(rows, "needle") if p[4] == "sparda" and p[3] == "single"]
     panels += [(f"needle/{setting}", "single") for setting in dict.fromkeys(p[1] for p in needles)]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.2), squeeze=False)
