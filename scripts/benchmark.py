@@ -6,6 +6,8 @@ import os
 import pathlib
 import shlex
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from sparda_jax.evaluation import kernel_benchmarks
 
@@ -20,6 +22,39 @@ NOTES = (
 )
 
 
+def publish(
+    arguments: argparse.Namespace,
+    rows: Iterable[kernel_benchmarks.Row],
+    notes: str,
+    *,
+    show: Callable[[kernel_benchmarks.Row], bool] = lambda row: True,
+) -> None:
+    """Prints rows as they come; the results file is written after each of them, so that a run
+    that is cut short keeps what it has measured.
+
+    Args:
+        arguments: `json`, the results file or None; `merge`, whether its other rows stay.
+        rows: of the benchmark.
+        notes: for the file.
+        show: whether to print a row.
+    """
+    path, command = arguments.json, shlex.join(["python", *sys.argv])
+    before: list[dict[str, Any]] = []
+    if path and arguments.merge and path.exists():
+        before = json.loads(path.read_text())["rows"]
+    done = []
+    for row in rows:
+        if show(row):
+            print(json.dumps(row.as_json()), flush=True)
+        done.append(row)
+        if path:
+            document = kernel_benchmarks.results_document(command, done, notes, commit=COMMIT)
+            measured = {new["name"] for new in document["rows"]}
+            document["rows"][:0] = [old for old in before if old["name"] not in measured]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def kernels(arguments: argparse.Namespace) -> None:
     names = [
         name
@@ -27,21 +62,7 @@ def kernels(arguments: argparse.Namespace) -> None:
         if not arguments.only or any(part in name for part in arguments.only)
     ]
     session = kernel_benchmarks.Session(refcheck=arguments.refcheck)
-    command = shlex.join(["python", *sys.argv])
-    before = []
-    if arguments.json and arguments.merge and arguments.json.exists():
-        before = json.loads(arguments.json.read_text())["rows"]
-    rows = []
-    for row in kernel_benchmarks.run(names, session):
-        print(json.dumps(row.as_json()), flush=True)
-        rows.append(row)
-        if arguments.json:
-            # After every row: a run that is cut short keeps what it has measured.
-            document = kernel_benchmarks.results_document(command, rows, NOTES, commit=COMMIT)
-            measured = {new["name"] for new in document["rows"]}
-            document["rows"][:0] = [old for old in before if old["name"] not in measured]
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    publish(arguments, kernel_benchmarks.run(names, session), NOTES)
 
 
 DECODE_NOTES = (
@@ -57,22 +78,42 @@ def decode(arguments: argparse.Namespace) -> None:
     from sparda_jax.assets import load_excerpt
     from sparda_jax.checkpoints.load import load_pretrained
     from sparda_jax.evaluation import decode_benchmark
+    from sparda_jax.forecast.files import load_forecast
 
     model, tokenizer = load_pretrained("default", dtype=jnp.dtype("float32"))
     assert tokenizer is not None
+    forecast, _ = load_forecast("default", model)
     tokens = tokenizer.encode(load_excerpt())
-    rows = []
-    measured = decode_benchmark.rows(
-        model, tokens, context=arguments.context, repetitions=arguments.repetitions
+    rows = decode_benchmark.rows(
+        model, forecast, tokens, context=arguments.context, repetitions=arguments.repetitions
     )
-    for row in measured:
-        print(json.dumps(row.as_json()), flush=True)
-        rows.append(row)
-    if arguments.json:
-        command = shlex.join(["python", *sys.argv])
-        document = kernel_benchmarks.results_document(command, rows, DECODE_NOTES, commit=COMMIT)
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    publish(arguments, rows, DECODE_NOTES)
+
+
+OFFLOAD_NOTES = (
+    "Random weights in the shape of MiniCPM4.1-8B, bfloat16, and random caches; the hit rate is a "
+    "trace's, the selection kernels run. One layer's pool serves all layers. Milliseconds a step, "
+    "median of programs of 32 steps after one that fills the slots; write-back of filled blocks "
+    "between programs is not in it."
+)
+
+
+def offload(arguments: argparse.Namespace) -> None:
+    from sparda_jax.config import ModelConfig, SparseConfig
+    from sparda_jax.evaluation import offload_benchmark
+
+    workload = offload_benchmark.Workload(
+        arguments.context, arguments.batch, arguments.hit_rate, arguments.calls
+    )
+    rows = offload_benchmark.rows(
+        ModelConfig.minicpm4_1_8b(),
+        SparseConfig(init_blocks=1, local_blocks=32, budget_blocks=96),
+        workload,
+        arguments.modes,
+        prefix="decode/minicpm4.1-8b",
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    publish(arguments, rows, OFFLOAD_NOTES)
 
 
 TRAINING_NOTES = (
@@ -85,18 +126,13 @@ TRAINING_NOTES = (
 def training(arguments: argparse.Namespace) -> None:
     from sparda_jax.evaluation import training_benchmark
 
-    rows = []
-    for name, workload in training_benchmark.workloads().items():
-        if arguments.only and not any(part in name for part in arguments.only):
-            continue
-        for row in training_benchmark.rows(name, workload, steps=arguments.steps, folder="unused"):
-            print(json.dumps(row.as_json()), flush=True)
-            rows.append(row)
-    if arguments.json:
-        command = shlex.join(["python", *sys.argv])
-        document = kernel_benchmarks.results_document(command, rows, TRAINING_NOTES, commit=COMMIT)
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    def rows() -> Iterator[kernel_benchmarks.Row]:
+        for name, workload in training_benchmark.workloads().items():
+            if not arguments.only or any(part in name for part in arguments.only):
+                steps = arguments.steps
+                yield from training_benchmark.rows(name, workload, steps=steps, folder="unused")
+
+    publish(arguments, rows(), TRAINING_NOTES)
 
 
 QUALITY_NOTES = (
@@ -147,23 +183,9 @@ def quality(arguments: argparse.Namespace) -> None:
         documents=arguments.documents,
         plan=plan,
     )
-    command, rows = shlex.join(["python", *sys.argv]), []
-    for row in quality_benchmark.rows(inputs, plan, report):
-        rows.append(row)
-        if arguments.json and len(rows) % 50 == 0:
-            write_quality(arguments.json, command, rows)
-    for row in rows:
-        if row.name.count("/") == 4:
-            print(json.dumps(row.as_json()), flush=True)
-    if arguments.json:
-        write_quality(arguments.json, command, rows)
-
-
-def write_quality(path: pathlib.Path, command: str, rows: list[kernel_benchmarks.Row]) -> None:
-    """Also while it runs: a run that is cut short keeps what it has measured."""
-    document = kernel_benchmarks.results_document(command, rows, QUALITY_NOTES, commit=COMMIT)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    rows = quality_benchmark.rows(inputs, plan, report)
+    # By layer and by position there are hundreds: those are for the file.
+    publish(arguments, rows, QUALITY_NOTES, show=lambda row: row.name.count("/") == 4)
 
 
 def quality_report(arguments: argparse.Namespace) -> None:
@@ -176,24 +198,44 @@ def quality_report(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    results = argparse.ArgumentParser(add_help=False)
+    results.add_argument("--json", type=pathlib.Path, help="write a results file")
+    results.add_argument("--merge", action="store_true", help="keep the file's other rows")
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("kernels", help="the Pallas kernels, on a GPU")
+    command = commands.add_parser("kernels", parents=[results], help="the Pallas kernels, on a GPU")
     command.add_argument("--refcheck", action="store_true", help="also compare with references")
-    command.add_argument("--json", type=pathlib.Path, help="write a results file")
-    command.add_argument("--merge", action="store_true", help="keep the file's other rows")
     command.add_argument("--only", nargs="*", help="benchmarks whose name contains one of these")
     command.set_defaults(run=kernels)
-    command = commands.add_parser("decode", help="decode steps of the default model, on this CPU")
-    command.add_argument("--json", type=pathlib.Path, help="write a results file")
+    command = commands.add_parser(
+        "decode", parents=[results], help="decode steps of the default model, on this CPU"
+    )
     command.add_argument("--context", type=int, default=3000, help="tokens of the long prompt")
     command.add_argument("--repetitions", type=int, default=3, help="timed runs of each mode")
     command.set_defaults(run=decode)
-    command = commands.add_parser("training", help="training of the Forecast, on a GPU")
-    command.add_argument("--json", type=pathlib.Path, help="write a results file")
+    command = commands.add_parser(
+        "offload", parents=[results], help="decode of an 8B shape, KV in host memory, on a GPU"
+    )
+    command.add_argument("--context", type=int, default=131072, help="tokens of each sequence")
+    command.add_argument("--batch", type=int, default=16, help="sequences")
+    command.add_argument("--hit-rate", type=float, default=0.9, help="of the free blocks, by trace")
+    command.add_argument("--calls", type=int, default=4, help="timed programs of 32 steps")
+    command.add_argument(
+        "--modes",
+        nargs="+",
+        default=["sparse_offload", "sparda_no_prefetch", "sparda"],
+        choices=["sparse_resident", "sparse_offload", "sparda_no_prefetch", "sparda"],
+        help="what to run",
+    )
+    command.set_defaults(run=offload)
+    command = commands.add_parser(
+        "training", parents=[results], help="training of the Forecast, on a GPU"
+    )
     command.add_argument("--only", nargs="*", help="shapes whose name contains one of these")
     command.add_argument("--steps", type=int, default=3, help="timed steps")
     command.set_defaults(run=training)
-    command = commands.add_parser("quality", help="selection policies on text and needles")
+    command = commands.add_parser(
+        "quality", parents=[results], help="selection policies on text and needles"
+    )
     command.add_argument("--model", default="default", help="as in decode.py")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     command.add_argument("--forecast", nargs="+", required=True, help="NAME=PATH, run everywhere")
@@ -216,7 +258,6 @@ def main() -> None:
     )
     command.add_argument("--sections", nargs="*", metavar="SECTION", help="default: all")
     command.add_argument("--seconds", type=float, help="no further document of a section after")
-    command.add_argument("--json", type=pathlib.Path, help="write a results file")
     command.set_defaults(run=quality)
     command = commands.add_parser("quality-report", help="fill a page's tables, draw its picture")
     command.add_argument("results", type=pathlib.Path, help="a results file of `quality`")

@@ -12,6 +12,7 @@ import numpy as np
 from sparda_jax.config import EngineConfig, SamplingParams
 from sparda_jax.engine.generate import Engine
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
+from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 
 # (name, settings) of the engines compared.
@@ -20,6 +21,7 @@ MODES: tuple[tuple[str, dict[str, str]], ...] = (
     ("sparse", {"mode": "sparse"}),
     ("sparse_host_program", {"mode": "sparse", "offload": "host"}),
     ("sparse_host_eager", {"mode": "sparse", "offload": "host", "fetch": "eager"}),
+    ("sparda_host_program", {"mode": "sparda", "offload": "host"}),
 )
 
 
@@ -54,12 +56,19 @@ def step_times(engine: Engine, prompt: list[int], steps: int, repetitions: int) 
 
 
 def rows(
-    model: Decoder, tokens: list[int], *, context: int, steps: int = 64, repetitions: int = 3
+    model: Decoder,
+    forecast: Forecast,
+    tokens: list[int],
+    *,
+    context: int,
+    steps: int = 64,
+    repetitions: int = 3,
 ) -> Iterator[Row]:
     """Rows of the benchmark.
 
     Args:
       model: parameters.
+      forecast: its projections.
       tokens: text to take prompts from, at least ``context`` tokens.
       context: tokens of the long prompt.
       steps: timed steps per repetition.
@@ -77,6 +86,8 @@ def rows(
     yield Row("decode/weights_read_by_numpy", read, "ms", "lower")
     yield Row("decode/dense/256", _timing(decodes), "ms", "lower", target=2 * read.median)
     for name, settings in MODES:
-        engine = Engine(model, config=EngineConfig(**settings))  # type: ignore[arg-type]
+        config = EngineConfig(**settings)  # type: ignore[arg-type]
+        weights = forecast if config.mode == "sparda" else None
+        engine = Engine(model, config=config, forecast=weights)
         times = step_times(engine, tokens[:context], steps, repetitions)
         yield Row(f"decode/{name}/{context}", _timing(times), "ms", "lower")
