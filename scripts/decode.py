@@ -173,6 +173,7 @@ def encode_prompts(
 def settings(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Selection rules, engine settings and sampling settings from the command line."""
     from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
+    from sparda_jax.engine.plan import check_settings
     from sparda_jax.forecast.files import forecast_policy
 
     trained_for = None if args.forecast is None else forecast_policy(args.forecast)
@@ -188,6 +189,7 @@ def settings(args: argparse.Namespace) -> tuple[Any, Any, Any]:
         device_kv_bytes=args.device_kv_gb,
         host_kv_bytes=args.host_kv_gb,
     )
+    check_settings(config, sparse)
     sampling = SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

@@ -23,7 +23,7 @@ from sparda_jax.engine.choosers import (
 )
 from sparda_jax.engine.eager import eager_step
 from sparda_jax.engine.modules import Parameters
-from sparda_jax.engine.plan import BatchPlan, check_memory, plan_batch
+from sparda_jax.engine.plan import BatchPlan, check_memory, check_settings, plan_batch
 from sparda_jax.engine.programs import Program, Programs
 from sparda_jax.engine.prompts import Progress, PromptRun
 from sparda_jax.engine.report import FinishReason, Report, RequestResult
@@ -38,7 +38,6 @@ from sparda_jax.engine.state import (
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import RopeTable, rope_table
-from sparda_jax.sparse.forecast import check_lookahead
 from sparda_jax.sparse.infinigen import InfiniGen
 
 OnToken = Callable[[int, int], None]
@@ -79,22 +78,11 @@ class Engine:
         self.sparse = sparse or SparseConfig()
         self.config = config or EngineConfig()
         self.device = device or jax.devices()[0]
-        if self.config.mode == "dense" and self.config.offload == "host":
-            raise NotImplementedError(
-                "mode 'dense' with offload 'host': every step would read all KV from the host; "
-                "use mode 'sparse'"
-            )
-        size = self.sparse.geometry.block_size
-        if self.config.offload == "host" and self.config.steps_per_call > size:
-            raise ValueError(
-                f"steps_per_call {self.config.steps_per_call} exceeds the block size {size}: "
-                "a filled block is written to the host between calls"
-            )
+        check_settings(self.config, self.sparse)
         self._check_weights("sparda", "Forecast weights", forecast)
         self._check_weights("infinigen", "a calibrated InfiniGen", infinigen)
         self.choosers = own_choosers(len(model.layers))
         if forecast is not None:
-            check_lookahead(self.sparse)
             self.choosers = forecast_choosers(forecast)
         elif infinigen is not None:
             self.choosers = infinigen_choosers(infinigen)

@@ -11,6 +11,7 @@ import numpy as np
 
 from host_offload import memory
 from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
+from sparda_jax.sparse.forecast import check_lookahead
 from sparda_jax.sparse.infllm_v2 import selection_width
 
 
@@ -42,6 +43,29 @@ class BatchPlan:
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+def check_settings(config: EngineConfig, sparse: SparseConfig) -> None:
+    """Refuses settings that contradict the selection rules; needs no model.
+
+    Raises:
+      NotImplementedError: dense attention over offloaded KV.
+      ValueError: more steps a call than a block has tokens, when offloaded; rules under which mode
+        "sparda" would miss blocks.
+    """
+    if config.mode == "dense" and config.offload == "host":
+        raise NotImplementedError(
+            "mode 'dense' with offload 'host': every step would read all KV from the host; "
+            "use mode 'sparse'"
+        )
+    size = sparse.geometry.block_size
+    if config.offload == "host" and config.steps_per_call > size:
+        raise ValueError(
+            f"steps_per_call {config.steps_per_call} exceeds the block size {size}: "
+            "a filled block is written to the host between calls"
+        )
+    if config.mode == "sparda":
+        check_lookahead(sparse)
 
 
 def plan_batch(

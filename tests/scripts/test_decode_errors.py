@@ -87,6 +87,18 @@ def test_arguments_that_do_not_parse(bad, options, message):
     fails(bad(*options.split()), message, code=2)
 
 
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ("--mode=dense --offload=host", "use mode 'sparse'"),
+        ("--steps-per-call=65", "steps_per_call 65 exceeds the block size 64"),
+        ("--forecast=default --local-blocks=0", "needs local_blocks >= 1"),
+    ],
+)
+def test_settings_are_refused_before_weights_are_read(options, message):
+    fails(call("--model", "no/such/model", *options.split(), "--prompt", PROMPT), message)
+
+
 def test_comparison_that_does_not_fit_is_said_before_work_begins(bad, monkeypatch):
     """A device budget that holds the slots but not the whole cache."""
     monkeypatch.setattr(decode, "stream", lambda *_, **__: pytest.fail("work began"))
