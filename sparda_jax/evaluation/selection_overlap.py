@@ -9,6 +9,8 @@ from the one before is a meter of `selection_quality` too ("hits"), there by pol
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,8 @@ from sparda_jax.evaluation.policies import DENSE, Step, forward, sparse_policy
 from sparda_jax.evaluation.selectors import mask_ids
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.typing import Array, Int
+
+Lists = TypeVar("Lists")
 
 
 def layer_selections(
@@ -68,9 +72,19 @@ def overlap(ids: Int[Array, "1 K T R"], sparse: SparseConfig) -> dict[str, float
     }
 
 
-def main() -> None:
-    """Prints the overlap of every layer and their mean, as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def print_by_layer(
+    description: str | None,
+    select: Callable[[Decoder, Int[Array, "1 T"], SparseConfig], Sequence[Lists]],
+    measure: Callable[[Lists, SparseConfig], dict[str, float]],
+) -> None:
+    """A command line: prints what is measured in every layer and the means, as JSON.
+
+    Args:
+        description: for `--help`.
+        select: block lists of every layer, for a text of the default model.
+        measure: figures of one layer's lists, by name.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--tokens", type=int, default=8192, help="a multiple of 64")
     parser.add_argument("--layers", type=int, help="count so many layers, from the first on")
     arguments = parser.parse_args()
@@ -78,15 +92,18 @@ def main() -> None:
     if tokenizer is None:
         raise ValueError("the default model has no tokenizer")
     ids = tokenizer.encode(load_excerpt())[: arguments.tokens]
-    sparse = SparseConfig()
-    rows = []
-    tokens = jnp.asarray(ids, jnp.int32)[None]
-    selections = layer_selections(model, tokens, sparse)[: arguments.layers]
-    for index, lists in enumerate(selections):
-        rows.append({"layer": index} | overlap(lists, sparse))
+    sparse, rows = SparseConfig(), []
+    selections = select(model, jnp.asarray(ids, jnp.int32)[None], sparse)
+    for index, lists in enumerate(selections[: arguments.layers]):
+        rows.append({"layer": index} | measure(lists, sparse))
         print(json.dumps(rows[-1]), flush=True)
     names = [name for name in rows[0] if name != "layer"]
     print(json.dumps({name: float(np.mean([row[name] for row in rows])) for name in names}))
+
+
+def main() -> None:
+    """Prints the overlap of every layer and their mean, as JSON."""
+    print_by_layer(__doc__, layer_selections, overlap)
 
 
 if __name__ == "__main__":

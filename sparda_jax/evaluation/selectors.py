@@ -81,6 +81,14 @@ class Selector(Protocol):
         """Scores, of whatever is scored, that are formed for every token of one row."""
 
 
+class _ByToken:
+    """Selectors that form no more than one score a KV head and token."""
+
+    def size(self, state: LayerState) -> int:
+        """See `Selector`."""
+        return state.keys.shape[1] * state.keys.shape[2]
+
+
 def _blocks(state: LayerState, sparse: SparseConfig) -> int:
     return state.keys.shape[2] // sparse.geometry.block_size
 
@@ -139,7 +147,7 @@ class ForecastAhead:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartialKeys:
+class PartialKeys(_ByToken):
     """InfiniGen: this layer's query projection on an earlier input, on few channels of all keys."""
 
     def queries(
@@ -157,13 +165,9 @@ class PartialKeys:
         size = sparse.geometry.block_size
         return token_block_scores(queries, cache, positions + 1, _blocks(state, sparse), size)
 
-    def size(self, state: LayerState) -> int:
-        """See `Selector`."""
-        return state.keys.shape[1] * state.keys.shape[2]
-
 
 @dataclasses.dataclass(frozen=True)
-class Recent:
+class Recent(_ByToken):
     """Control: the first blocks and a window of the latest, nothing in between."""
 
     def queries(
@@ -180,13 +184,9 @@ class Recent:
         shape = (positions.shape[0], state.keys.shape[1], positions.shape[1])
         return lax.broadcasted_iota(jnp.float32, (*shape, _blocks(state, sparse)), 3)
 
-    def size(self, state: LayerState) -> int:
-        """See `Selector`."""
-        return state.keys.shape[1] * state.keys.shape[2]
-
 
 @dataclasses.dataclass(frozen=True)
-class Uniform:
+class Uniform(_ByToken):
     """Control: every block equally likely, drawn anew for every token; the parameter is a key."""
 
     def queries(
@@ -202,10 +202,6 @@ class Uniform:
     ) -> Array:  # fmt: skip
         """See `Selector`."""
         return queries.swapaxes(1, 2)
-
-    def size(self, state: LayerState) -> int:
-        """See `Selector`."""
-        return state.keys.shape[1] * state.keys.shape[2]
 
 
 @dataclasses.dataclass(frozen=True)

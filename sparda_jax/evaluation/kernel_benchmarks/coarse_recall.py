@@ -6,29 +6,27 @@ The option is ``coarse`` of ``select_blocks_multi_head``: sums over windows of 1
 64, in the place of 32 and 16.
 """
 
-import argparse
-import json
-from collections.abc import Iterator
+from typing import cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import BlockGeometry
 from pallas_kernels.block_selection import select_blocks_multi_head
 from pallas_kernels.compressed_keys import compress_keys
-from sparda_jax.assets import load_excerpt
-from sparda_jax.checkpoints.load import load_pretrained
 from sparda_jax.config import SparseConfig
-from sparda_jax.models.attention import dense_attention
+from sparda_jax.evaluation.policies import DENSE, Step, forward
+from sparda_jax.evaluation.selection_overlap import print_by_layer
+from sparda_jax.evaluation.selectors import LayerState
 from sparda_jax.models.decoder import Decoder
-from sparda_jax.models.rope import rope_at
 from sparda_jax.typing import Array, Int
+
+Lists = tuple[Int[Array, "1 K T R"], Int[Array, "1 K T R"]]
 
 
 def layer_selections(
     model: Decoder, tokens: Int[Array, "1 T"], sparse: SparseConfig
-) -> Iterator[tuple[Int[Array, "1 K T R"], Int[Array, "1 K T R"]]]:
+) -> list[Lists]:
     """Block lists (exact, coarse) of every layer of a dense forward.
 
     Args:
@@ -36,41 +34,37 @@ def layer_selections(
         tokens: one prompt.
         sparse: geometry and budget.
     """
-    count = tokens.shape[1]
     fine = sparse.geometry
     coarse = BlockGeometry(4 * fine.kernel_stride, 4 * fine.kernel_size, 4 * fine.kernel_stride)
-    positions = jnp.arange(count, dtype=jnp.int32)[None]
-    cos, sin = rope_at(model.config.rope, positions, model.config.max_position_embeddings)
 
-    def layer_step(layer: object, x: Array) -> tuple[Array, Array, Array]:
-        q, k, v = layer.qkv(x, cos, sin)  # type: ignore[attr-defined]
-        keys = k.swapaxes(1, 2)
+    @jax.jit
+    def select(state: LayerState) -> Lists:
+        sums = compress_keys(state.keys, coarse), coarse.complete_windows(state.positions)
         exact, cheap = (
             select_blocks_multi_head(
-                q,
-                compress_keys(keys, fine),
-                positions // fine.block_size,
-                fine.complete_windows(positions),
-                num_blocks=fine.num_blocks(count),
+                state.q,
+                state.compressed,
+                state.positions // fine.block_size,
+                fine.complete_windows(state.positions),
+                num_blocks=int(fine.num_blocks(tokens.shape[1])),
                 geometry=fine,
                 init_blocks=sparse.init_blocks,
                 local_blocks=sparse.local_blocks,
                 budget=sparse.budget_blocks,
-                coarse=coarse_keys,
+                coarse=keys,
                 coarse_visible=visible,
             ).ids
-            for coarse_keys, visible in (
-                (None, None),
-                (compress_keys(keys, coarse), coarse.complete_windows(positions)),
-            )
+            for keys, visible in ((None, None), sums)
         )
-        return layer.finish(x, dense_attention(q, k, v, None)), exact, cheap  # type: ignore[attr-defined]
+        return exact, cheap
 
-    step = jax.jit(layer_step)
-    x = model.embed(tokens)
-    for layer in model.layers:
-        x, exact, cheap = step(layer, x)
-        yield exact, cheap
+    lists: list[Lists] = []
+
+    def visit(step: Step) -> None:
+        lists.append(cast(Lists, select(step.state)))
+
+    forward(model, DENSE, tokens, sparse, visit=visit)
+    return lists
 
 
 def recall(
@@ -89,23 +83,11 @@ def recall(
 
 def main() -> None:
     """Prints the recall of every layer and their mean, as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8192, help="a multiple of 64")
-    parser.add_argument("--layers", type=int, help="stop after so many layers")
-    arguments = parser.parse_args()
-    model, tokenizer = load_pretrained("default")
-    if tokenizer is None:
-        raise ValueError("the default model has no tokenizer")
-    ids = tokenizer.encode(load_excerpt())[: arguments.tokens]
-    sparse = SparseConfig()
-    rows = []
-    selections = layer_selections(model, jnp.asarray(ids, jnp.int32)[None], sparse)
-    for index, (exact, cheap) in enumerate(selections):
-        rows.append({"layer": index, "recall": recall(exact, cheap, sparse)})
-        print(json.dumps(rows[-1]), flush=True)
-        if arguments.layers is not None and index + 1 == arguments.layers:
-            break
-    print(json.dumps({"recall": float(np.mean([row["recall"] for row in rows]))}))
+
+    def measure(lists: Lists, sparse: SparseConfig) -> dict[str, float]:
+        return {"recall": recall(*lists, sparse)}
+
+    print_by_layer(__doc__, layer_selections, measure)
 
 
 if __name__ == "__main__":
