@@ -19,7 +19,7 @@ from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
 from sparda_jax.evaluation.selectors import (
-    ForecastAhead,
+    ForecastQueries,
     LayerState,
     MultiHead,
     Oracle,
@@ -92,7 +92,7 @@ def random_policy(num_layers: int, seed: int = 0) -> Policy:
 def sparda_policy(forecast: Forecast, name: str = "sparda", lookahead: int = 1) -> Policy:
     """SparDA with these projections."""
     count = len(forecast.layers)
-    layers = tuple((ForecastAhead(), forecast.for_layer(i)) for i in range(count))
+    layers = tuple((ForecastQueries(), forecast.for_layer(i)) for i in range(count))
     return Policy(name, layers, lookahead)
 
 
@@ -103,7 +103,7 @@ def infinigen_policy(infinigen: InfiniGen) -> Policy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class LayerStep:
     """A layer of a forward pass, before its attention.
 
     Attributes:
@@ -127,7 +127,7 @@ class Step:
         state = dataclasses.replace(self.state, source=source)
         return cast(Array, select(selector, self.layer, parameter, state, budgets, sparse=sparse))
 
-    def at(self, tokens: Int[Array, " X"]) -> Step:
+    def at(self, tokens: Int[Array, " X"]) -> LayerStep:
         """The same layer for some of the query tokens only; its keys stay whole."""
         pick = lambda rows: jnp.take(rows, tokens, axis=1)
         fields = ("source", "q", "positions", "cos", "sin")
@@ -188,7 +188,7 @@ def forward(
     budgets: Int[Array, " B"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     max_length: int | None = None,
-    visit: Callable[[Step], None] | None = None,
+    visit: Callable[[LayerStep], None] | None = None,
 ) -> Float[Array, "B T D"]:
     """Hidden states after the last layer; of `model.logits` they are the input.
 
@@ -220,7 +220,7 @@ def forward(
     for index, layer in enumerate(model.layers):
         state, kv = _enter(layer, x, cos, sin, lengths, sparse=sparse)
         sources = (*sources, state.source)[-1 - MAX_LOOKAHEAD :]
-        step = Step(index, layer, state, sources)
+        step = LayerStep(index, layer, state, sources)
         if visit is not None:
             visit(step)
         if policy.layers:

@@ -19,7 +19,7 @@ from pallas_kernels.block_sparse_attention import specs
 from sparda_jax.assets import load_excerpt
 from sparda_jax.checkpoints.load import load_pretrained
 from sparda_jax.config import SparseConfig
-from sparda_jax.evaluation.policies import DENSE, Step, forward, sparse_policy
+from sparda_jax.evaluation.policies import DENSE, LayerStep, forward, sparse_policy
 from sparda_jax.evaluation.selectors import mask_ids
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.typing import Array, Int
@@ -41,7 +41,7 @@ def layer_selections(
     budgets = jnp.full((1,), sparse.budget_blocks, jnp.int32)
     lists: list[Array] = []
 
-    def visit(step: Step) -> None:
+    def visit(step: LayerStep) -> None:
         lists.append(mask_ids(step.mask(policy, budgets, sparse), sparse.budget_blocks))
 
     forward(model, DENSE, tokens, sparse, visit=visit)

@@ -25,7 +25,7 @@ import numpy as np
 
 from pallas_kernels.chunking import map_chunks
 from sparda_jax.config import SparseConfig
-from sparda_jax.evaluation.policies import DENSE, Policy, Step, forward
+from sparda_jax.evaluation.policies import DENSE, LayerStep, Policy, forward
 from sparda_jax.evaluation.selectors import CHUNK_BYTES, block_mass, forced_blocks, take_best
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.typing import Array, Bool, Float, Int
@@ -160,7 +160,7 @@ def document_counts(
 
     chosen = jnp.asarray(sampled_tokens(len(document), every), jnp.int32)
 
-    def visit(step: Step) -> None:
+    def visit(step: LayerStep) -> None:
         step = step if every == 1 else step.at(chosen)
         state = step.state
         mass = attention_mass(

@@ -119,7 +119,7 @@ class MultiHead:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForecastAhead:
+class ForecastQueries:
     """SparDA: the Forecast of an earlier layer on compressed keys; its projection is a parameter.
 
     The text counts as prompt. Generated tokens would choose the same blocks (docs/forecast.md).

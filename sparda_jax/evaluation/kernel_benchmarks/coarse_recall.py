@@ -15,7 +15,7 @@ from pallas_kernels import BlockGeometry
 from pallas_kernels.block_selection import select_blocks_multi_head
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
-from sparda_jax.evaluation.policies import DENSE, Step, forward
+from sparda_jax.evaluation.policies import DENSE, LayerStep, forward
 from sparda_jax.evaluation.selection_overlap import print_by_layer
 from sparda_jax.evaluation.selectors import LayerState
 from sparda_jax.models.decoder import Decoder
@@ -60,7 +60,7 @@ def layer_selections(
 
     lists: list[Lists] = []
 
-    def visit(step: Step) -> None:
+    def visit(step: LayerStep) -> None:
         lists.append(cast(Lists, select(step.state)))
 
     forward(model, DENSE, tokens, sparse, visit=visit)
