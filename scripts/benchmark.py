@@ -61,8 +61,14 @@ def kernels(arguments: argparse.Namespace) -> None:
         for name in kernel_benchmarks.REGISTRY
         if not arguments.only or any(part in name for part in arguments.only)
     ]
+    if not names:
+        sys.exit(f"benchmark.py: no kernel benchmark has one of {arguments.only} in its name")
     session = kernel_benchmarks.Session(refcheck=arguments.refcheck)
-    publish(arguments, kernel_benchmarks.run(names, session), NOTES)
+    rows = kernel_benchmarks.run(names, session, seconds=arguments.seconds)
+    try:
+        publish(arguments, rows, NOTES)
+    except kernel_benchmarks.Incomplete as error:
+        sys.exit(f"benchmark.py: {error}")
 
 
 DECODE_NOTES = (
@@ -205,6 +211,9 @@ def main() -> None:
     command = commands.add_parser("kernels", parents=[results], help="the Pallas kernels, on a GPU")
     command.add_argument("--refcheck", action="store_true", help="also compare with references")
     command.add_argument("--only", nargs="*", help="benchmarks whose name contains one of these")
+    command.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no further row after so long"
+    )
     command.set_defaults(run=kernels)
     command = commands.add_parser(
         "decode", parents=[results], help="decode steps of the default model, on this CPU"

@@ -7,6 +7,7 @@ it run.  See ``harness`` for timing, ``Row`` for what a benchmark yields.
 from sparda_jax.evaluation.kernel_benchmarks import fetch, hiding, peers, pool, prefill, selection
 from sparda_jax.evaluation.kernel_benchmarks.harness import (
     REGISTRY,
+    Incomplete,
     Row,
     Session,
     benchmark,
@@ -16,6 +17,7 @@ from sparda_jax.evaluation.kernel_benchmarks.harness import (
 
 __all__ = [
     "REGISTRY",
+    "Incomplete",
     "Row",
     "Session",
     "benchmark",

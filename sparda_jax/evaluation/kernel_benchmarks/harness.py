@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import functools
 import logging
+import math
 import statistics
 import subprocess
 import time
@@ -194,13 +195,43 @@ def benchmark(
     return register
 
 
-def run(names: Iterable[str], session: Session) -> Iterator[Row]:
-    """Rows of the named benchmarks; one that fails is logged, and the others still run."""
+class Incomplete(RuntimeError):
+    """Raised after the last row of ``run``, naming the benchmarks without all their rows."""
+
+
+def run(names: Iterable[str], session: Session, *, seconds: float = math.inf) -> Iterator[Row]:
+    """Rows of the named benchmarks; one that fails is logged, and the others still run.
+
+    Args:
+        names: keys of ``REGISTRY``.
+        session: what they share.
+        seconds: no further row is measured once so many have passed.
+
+    Raises:
+        Incomplete: at the end, if anything failed or time ran out.
+    """
+    deadline = time.monotonic() + seconds
+    failed, cut_short = [], []
     for name in names:
+        if time.monotonic() >= deadline:
+            cut_short.append(name)
+            continue
         try:
-            yield from REGISTRY[name](session)
+            for row in REGISTRY[name](session):
+                yield row
+                if time.monotonic() >= deadline:
+                    cut_short.append(name)
+                    break
         except Exception:
             _logger.exception("benchmark %s failed", name)
+            failed.append(name)
+    problems = [
+        f"{what}: {', '.join(which)}"
+        for what, which in (("failed", failed), (f"cut short after {seconds:g} s", cut_short))
+        if which
+    ]
+    if problems:
+        raise Incomplete("; ".join(problems))
 
 
 def results_document(
