@@ -310,6 +310,8 @@ class EngineConfig:
         spare_slots: device slots per KV head beyond the budget: blocks that are no longer selected
             stay there, the last used ones longest, and need no copy when they are selected again.
         prefill_chunk: prompt tokens per prefill call.
+        length_step: prompts are padded and KV is allotted in multiples of so many tokens, so that
+            batches of like length share compiled programs; 1: as little as fits.
         steps_per_call: tokens per compiled decode call; at most the block size when offloaded,
             which the engine checks, since the block size is the selection's.
         max_length: prompt plus generated tokens; None: what the model declares. It also fixes
@@ -324,6 +326,7 @@ class EngineConfig:
     prefetch: bool = True
     spare_slots: int = 0
     prefill_chunk: int = 512
+    length_step: int = 1
     steps_per_call: int = 8
     max_length: int | None = None
     device_kv_bytes: int | None = None
@@ -335,6 +338,7 @@ class EngineConfig:
         _require_choice("fetch", self.fetch, Fetch)
         _require_at_least("spare_slots", self.spare_slots, 0)
         _require_at_least("prefill_chunk", self.prefill_chunk, 1)
+        _require_at_least("length_step", self.length_step, 1)
         _require_at_least("steps_per_call", self.steps_per_call, 1)
         for name in ("max_length", "device_kv_bytes", "host_kv_bytes"):
             value = getattr(self, name)

@@ -23,6 +23,7 @@ class BatchPlan:
       batch: B.
       padded_length: prompt tokens after padding to whole prefill chunks.
       num_blocks: M, KV blocks a sequence can hold; covers prompt and generated tokens.
+      selected: blocks that a KV head attends at most, besides the tail block; 0 when dense.
       slots: Z, device slots a KV head has; 0 when the KV is resident or attention is dense.
       full_kv_bytes: KV of all M blocks, in every layer: what dense attention keeps on the device.
       device_kv_bytes: what this mode keeps on the device between steps.
@@ -34,6 +35,7 @@ class BatchPlan:
     batch: int
     padded_length: int
     num_blocks: int
+    selected: int
     slots: int
     full_kv_bytes: int
     device_kv_bytes: int
@@ -112,16 +114,16 @@ def plan_batch(
                 f"more: {total} exceed the limit of {limit} tokens"
             )
         needed = max(needed, total)
-    longest = max(len(prompt) for prompt in prompts)
+    longest = _round_up(max(len(prompt) for prompt in prompts), config.length_step)
     chunk = min(config.prefill_chunk, longest)
     padded = _round_up(longest, chunk)
     geometry = sparse.geometry
-    num_blocks = int(geometry.num_blocks(max(needed, padded)))
+    num_blocks = int(geometry.num_blocks(max(_round_up(needed, config.length_step), padded)))
     size = jnp.dtype(dtype).itemsize
     token = model.num_kv_heads * model.head_dim * size  # one key or value row of all KV heads
     block = 2 * geometry.block_size * token
     full = model.num_layers * len(prompts) * num_blocks * block
-    slots, host = 0, 0
+    selected, slots, host = 0, 0, 0
     if config.mode == "dense":
         device = full
     else:
@@ -130,10 +132,11 @@ def plan_batch(
             + geometry.kernel_size * token
             + geometry.num_compressed(num_blocks * geometry.block_size) * token
         )
+        # The tail block is selected and attended too, but lies in the tail ring.
+        width = selection_width(sparse, num_blocks)
+        selected = max(min(width, num_blocks) - 1, 1)
         if config.offload == "host":
-            # The tail block is selected and attended too, but lies in the tail ring.
-            width = selection_width(sparse, num_blocks) + config.spare_slots
-            slots = max(min(width, num_blocks) - 1, 1)
+            slots = max(min(width + config.spare_slots, num_blocks) - 1, 1)
             host = full
             device += slots * block
         else:
@@ -149,6 +152,7 @@ def plan_batch(
         batch=len(prompts),
         padded_length=padded,
         num_blocks=num_blocks,
+        selected=selected,
         slots=slots,
         full_kv_bytes=full,
         device_kv_bytes=device,

@@ -96,3 +96,15 @@ def test_sparda_needs_forecast_weights_and_local_blocks(model, sparse, forecast)
     without = dataclasses.replace(sparse, local_blocks=0)
     with pytest.raises(ValueError, match="local_blocks >= 1"):
         Engine(model, sparse=without, config=config, forecast=forecast)
+
+
+def test_lengths_in_steps_share_their_sizes(make_engine):
+    """Prompts of 70 to 90 tokens are planned alike, and never smaller than without steps."""
+    plan = lambda length, **settings: make_engine(**settings).prepare([[1] * length], ONE).plan
+    stepped = [plan(length, length_step=32) for length in (70, 80, 90)]
+    assert len(set(stepped)) == 1
+    assert stepped[0].padded_length >= 96 and stepped[0].padded_length % 32 == 0
+    exact = plan(90)
+    assert exact.padded_length <= stepped[0].padded_length
+    assert exact.num_blocks <= stepped[0].num_blocks
+    assert plan(70).num_blocks < stepped[0].num_blocks
