@@ -1,0 +1,1 @@
+"""Evaluation tasks: prompts and scores; no model is needed for either."""
