@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from sparda_jax.config import ModelConfig, RopeConfig
+from sparda_jax.config import DiffusionConfig, Family, ModelConfig, MoeConfig, RopeConfig
 
-_FAMILIES = ("llama", "qwen2", "qwen3", "minicpm")
+_LOG = logging.getLogger("sparda_jax")
+
+_FAMILIES: dict[str, Family] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "minicpm": "minicpm",
+    "sdar": "sdar",
+    "Fast_dLLM_Qwen": "fast_dllm",
+    "llada2_moe": "llada2",
+    "llada2_moe_veomni": "llada2",  # the same model, its experts stacked
+}
+
+
+class _DiffusionDefaults(NamedTuple):
+    """What a block diffusion family's `config.json` may leave out (spec/herald.md, sec. 2.2).
+
+    Attributes:
+        block_field: name of the block size in the file; None: the file has none.
+        block_size: where the field is missing.
+        mask_token_id: likewise.
+        stop_token_ids: besides the file's.
+        logit_shift: a property of the family, in no file.
+    """
+
+    block_field: str | None
+    block_size: int
+    mask_token_id: int
+    stop_token_ids: tuple[int, ...]
+    logit_shift: bool
+
+
+_DIFFUSION: dict[str, _DiffusionDefaults] = {
+    "sdar": _DiffusionDefaults("block_size", 4, 151669, (151645, 151643), False),
+    "fast_dllm": _DiffusionDefaults("bd_size", 32, 151665, (151645, 151643), True),
+    "llada2": _DiffusionDefaults(None, 32, 156895, (156892,), False),
+}
 
 # Fields that say nothing about a forward pass at inference.
 _IGNORED = frozenset(
@@ -44,15 +81,50 @@ _POLICY = frozenset({"sparse_config"})
 _ONLY = {
     "hidden_act": "silu",
     "is_causal": True,
-    "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
     "use_rope": True,
+}
+# Fields of one family: read, without effect at inference, or one accepted value.
+_FAMILY_READ = {
+    "minicpm": {"scale_emb", "scale_depth", "dim_model_base"},
+    "sdar": {"block_size", "mask_token_id", "use_regular_causal"},
+    "fast_dllm": {"bd_size", "mask_token_id"},
+    "llada2": {
+        "first_k_dense_replace",
+        "mask_token_id",
+        "moe_intermediate_size",
+        "n_group",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_shared_experts",
+        "partial_rotary_factor",
+        "rotary_dim",
+        "routed_scaling_factor",
+        "topk_group",
+    },
+}
+_FAMILY_IGNORED = {
+    "sdar": {"debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint"},
+    "fast_dllm": {"conplemenrary_mask", "complementary_mask"},  # how it was trained
+    "llada2": {"embedding_dropout", "output_dropout", "output_router_logits"},
+}
+_FAMILY_ONLY: dict[str, dict[str, Any]] = {
+    "llada2": {
+        "moe_router_enable_expert_bias": True,
+        "norm_head": False,
+        "norm_topk_prob": True,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_qkv_bias": False,
+        "use_rmsnorm": True,
+    },
 }
 _READ = frozenset(
     {
         "attention_bias",
         "bos_token_id",
-        "dim_model_base",
         "eos_token_id",
         "head_dim",
         "hidden_size",
@@ -68,8 +140,6 @@ _READ = frozenset(
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
-        "scale_depth",
-        "scale_emb",
         "sliding_window",
         "tie_word_embeddings",
         "use_sliding_window",
@@ -80,13 +150,13 @@ _READ = frozenset(
 
 def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     """The body of `ModelConfig.from_huggingface`, which documents it."""
-    family = config.get("model_type")
-    if family not in _FAMILIES:
+    family = _FAMILIES.get(str(config.get("model_type")))
+    if family is None:
         raise NotImplementedError(
-            f"model_type {family!r} is not supported, only {', '.join(_FAMILIES)}"
+            f"model_type {config.get('model_type')!r} is not supported, only {', '.join(_FAMILIES)}"
         )
-    _refuse_unknown_fields(config)
-    _refuse_sliding_window(config)
+    _refuse_unknown_fields(config, family)
+    _refuse_sliding_window(config, family)
     hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
     layers = _integer(config, "num_hidden_layers")
     head_dim = config.get("head_dim")
@@ -95,7 +165,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
         head_dim = hidden // heads
     attention_bias = bool(config.get("attention_bias", False))
-    minicpm = family == "minicpm"
+    minicpm, qwen2 = family == "minicpm", family in ("qwen2", "fast_dllm")
     return ModelConfig(
         family=family,
         vocab_size=_integer(config, "vocab_size"),
@@ -105,21 +175,82 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=_num_kv_heads(config, family, heads),
         head_dim=head_dim,
-        rope=_rope_config(config, family, head_dim),
+        rope=_rope_config(config, family, _rotary_dim(config, head_dim)),
         max_position_embeddings=_integer(config, "max_position_embeddings"),
         rms_norm_eps=_number(config, "rms_norm_eps"),
         tie_word_embeddings=config.get("tie_word_embeddings"),
         # Qwen2 always has q, k, v biases and none on the output; the field is not part of it.
-        qkv_bias=attention_bias or family == "qwen2",
-        output_bias=attention_bias and family != "qwen2",
+        qkv_bias=attention_bias or qwen2,
+        output_bias=attention_bias and not qwen2,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "sdar", "llada2"),
         embedding_scale=_number(config, "scale_emb") if minicpm else 1.0,
         residual_scale=_number(config, "scale_depth") / math.sqrt(layers) if minicpm else 1.0,
         logit_divisor=hidden / _number(config, "dim_model_base") if minicpm else 1.0,
         bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=_token_ids(config.get("eos_token_id")),
+        eos_token_ids=_stop_ids(config, family),
+        moe=_moe_config(config) if family == "llada2" else None,
+        diffusion=_diffusion_config(config, family) if family in _DIFFUSION else None,
     )
+
+
+def _moe_config(config: Mapping[str, Any]) -> MoeConfig:
+    inner = _integer(config, "moe_intermediate_size")
+    return MoeConfig(
+        num_experts=_integer(config, "num_experts"),
+        experts_per_token=_integer(config, "num_experts_per_tok"),
+        intermediate_size=inner,
+        shared_intermediate_size=inner * _integer(config, "num_shared_experts"),
+        num_groups=_integer(config, "n_group"),
+        groups_per_token=_integer(config, "topk_group"),
+        routed_scale=_number(config, "routed_scaling_factor"),
+        dense_layers=_integer(config, "first_k_dense_replace"),
+    )
+
+
+def _diffusion_config(config: Mapping[str, Any], family: str) -> DiffusionConfig:
+    defaults = _DIFFUSION[family]
+
+    def value(name: str, default: int) -> int:
+        if config.get(name) is not None:
+            return _integer(config, name)
+        _LOG.warning("%s config names no %s: the family's %d is used", family, name, default)
+        return default
+
+    mask: int | None = defaults.mask_token_id
+    if config.get("mask_token_id") is None and defaults.mask_token_id >= config["vocab_size"]:
+        _LOG.warning("%s config names no mask_token_id: it must be given", family)
+        mask = None
+    else:
+        mask = value("mask_token_id", defaults.mask_token_id)
+    return DiffusionConfig(
+        block_size=value(defaults.block_field or "block size", defaults.block_size),
+        mask_token_id=mask,
+        logit_shift=defaults.logit_shift,
+        causal_clean=bool(config.get("use_regular_causal", False)),
+    )
+
+
+def _stop_ids(config: Mapping[str, Any], family: str) -> tuple[int, ...]:
+    ids = _token_ids(config.get("eos_token_id"))
+    if family not in _DIFFUSION:
+        return ids
+    vocab = _integer(config, "vocab_size")
+    extra = _DIFFUSION[family].stop_token_ids
+    return ids + tuple(token for token in extra if token < vocab and token not in ids)
+
+
+def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
+    """Rotated channels; given twice where the rotary embedding is partial."""
+    factor = config.get("partial_rotary_factor", 1.0)
+    size = int(head_dim * factor)
+    stated = config.get("rotary_dim", size)
+    if stated != size:
+        raise ValueError(
+            f"model config: rotary_dim {stated} is not partial_rotary_factor {factor} of head_dim "
+            f"{head_dim}"
+        )
+    return size
 
 
 def _required(config: Mapping[str, Any], name: str) -> Any:
@@ -148,16 +279,17 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _refuse_unknown_fields(config: Mapping[str, Any]) -> None:
-    for name, accepted in _ONLY.items():
+def _refuse_unknown_fields(config: Mapping[str, Any], family: str) -> None:
+    only = _ONLY | _FAMILY_ONLY.get(family, {})
+    if family != "llada2":
+        only["partial_rotary_factor"] = 1.0
+    for name, accepted in only.items():
         if config.get(name, accepted) != accepted:
             raise NotImplementedError(
                 f"model config: {name} = {config[name]!r} is not supported, only {accepted!r}"
             )
-    minicpm_only = {"scale_emb", "scale_depth", "dim_model_base"}
-    known = _IGNORED | _POLICY | _READ | _ONLY.keys()
-    if config["model_type"] != "minicpm":
-        known = known - minicpm_only
+    known = _IGNORED | _POLICY | _READ | only.keys()
+    known |= _FAMILY_READ.get(family, set()) | _FAMILY_IGNORED.get(family, set())
     for name, value in config.items():
         # None and False are how configs spell "this option is off".
         if name not in known and value is not None and value is not False:
@@ -167,14 +299,14 @@ def _refuse_unknown_fields(config: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
+def _refuse_sliding_window(config: Mapping[str, Any], family: str) -> None:
     for kind in config.get("layer_types") or ():
         if kind != "full_attention":
             raise NotImplementedError(f"model config: layer type {kind!r} is not supported")
     window = config.get("sliding_window")
     # Qwen configs carry a window that only counts with the flag, from max_window_layers on.
     layers = _integer(config, "num_hidden_layers")
-    enabled = config.get("use_sliding_window", config["model_type"] not in ("qwen2", "qwen3"))
+    enabled = config.get("use_sliding_window", family in ("llama", "minicpm"))
     if window is not None and enabled and config.get("max_window_layers", 0) < layers:
         raise NotImplementedError(f"model config: sliding_window = {window} is not supported")
 

@@ -1,29 +1,38 @@
-"""Builds a decoder from named tensors, one at a time; says everything that is wrong at once."""
+"""Builds a decoder from the tensors of a checkpoint; says everything that is wrong at once.
+
+The decoder's parameters drive it: each is read from wherever it lies, one device shard at a time,
+and transposed and cast on its device. All names, shapes and types are checked before.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from sparda_jax.checkpoints.names import (
-    Path,
-    checkpoint_name,
-    is_buffer,
-    is_transposed,
-    nnx_path,
-)
+from sparda_jax.checkpoints.names import Path, Stored, is_buffer, layout, published_name
 from sparda_jax.config import ModelConfig
 from sparda_jax.models.decoder import Decoder
 
 SOURCE_DTYPES = ("bfloat16", "float16", "float32")
+# How many problems one message names.
+_NAMED = 12
+# Bytes on their way to a device before reading waits for them: bounds host memory.
+_IN_FLIGHT = 512 << 20
+
+Index = tuple[slice, ...]
+Place = Callable[[Path, tuple[int, ...]], Sharding]
 
 
 class TensorHeader(NamedTuple):
@@ -32,10 +41,41 @@ class TensorHeader(NamedTuple):
     Attributes:
         shape: as stored, `[out, in]` for projections.
         dtype: numpy's name of it.
+        file: where it lies, for messages.
     """
 
     shape: tuple[int, ...]
     dtype: str
+    file: str = ""
+
+
+class TensorSource(Protocol):
+    """A checkpoint: what is in it, and its tensors by parts."""
+
+    @property
+    def headers(self) -> Mapping[str, TensorHeader]:
+        """Every tensor by its published name."""
+        ...
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Part of a tensor."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySource:
+    """Tensors in memory, by published name."""
+
+    arrays: Mapping[str, np.ndarray]
+
+    @property
+    def headers(self) -> Mapping[str, TensorHeader]:
+        """See `TensorSource`."""
+        return {n: TensorHeader(a.shape, a.dtype.name) for n, a in self.arrays.items()}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """See `TensorSource`."""
+        return self.arrays[name][index]
 
 
 def with_head_decided(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
@@ -45,102 +85,173 @@ def with_head_decided(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
     return dataclasses.replace(config, tie_word_embeddings="lm_head.weight" not in set(names))
 
 
-def check_headers(config: ModelConfig, found: Mapping[str, TensorHeader]) -> None:
+def abstract_parameters(
+    config: ModelConfig, dtype: DTypeLike = jnp.float32
+) -> dict[Path, jax.ShapeDtypeStruct]:
+    """Shapes and types of a decoder's parameters, without memory."""
+    _, parameters = _abstract(config, jnp.dtype(dtype))
+    return {path: parameter.get_value() for path, parameter in parameters}
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract(config: ModelConfig, dtype: jnp.dtype) -> tuple[Any, tuple[tuple[Path, Any], ...]]:
+    """Structure and abstract parameters of a decoder; tracing it takes longer than a tiny load."""
+    graph, state = nnx.split(nnx.eval_shape(partial(Decoder.random, config, dtype=dtype)))
+    return graph, tuple(nnx.to_flat_state(state))
+
+
+def check_headers(config: ModelConfig, found: Mapping[str, TensorHeader]) -> dict[Path, Stored]:
     """Compares a checkpoint's tensors with what the model needs.
 
     Args:
         config: with `tie_word_embeddings` decided.
         found: every tensor of the checkpoint by its published name.
 
+    Returns:
+        Where each parameter lies.
+
     Raises:
-        ValueError: names all missing, unexpected, misshapen and wrongly typed tensors.
+        ValueError: names missing, unexpected, misshapen and wrongly typed tensors.
     """
-    expected = {
-        checkpoint_name(path): tuple(reversed(p.shape) if is_transposed(path) else p.shape)
-        for path, p in _abstract_parameters(config)
-    }
+    shapes = {path: p.shape for path, p in abstract_parameters(config).items()}
+    where = layout(config, shapes, found.keys())
+    expected = {name: stored.shape for stored in where.values() for name in stored.names}
     found = {name: header for name, header in found.items() if not is_buffer(name)}
-    problems = [f"missing {name}" for name in expected if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in expected]
+    problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
+    problems += [
+        f"{_in(header)}unexpected {name}" for name, header in found.items() if name not in expected
+    ]
     for name, header in found.items():
         if name in expected and tuple(header.shape) != expected[name]:
             problems.append(
-                f"{name} has shape {list(header.shape)}, expected {list(expected[name])}"
+                f"{_in(header)}{name} has shape {list(header.shape)}, "
+                f"expected {list(expected[name])}"
             )
         if name in expected and header.dtype not in SOURCE_DTYPES:
-            problems.append(f"{name} has dtype {header.dtype}, not one of {SOURCE_DTYPES}")
+            problems.append(
+                f"{_in(header)}{name} has dtype {header.dtype}, not one of {SOURCE_DTYPES}"
+            )
     if problems:
-        raise ValueError(f"checkpoint does not fit the model: {'; '.join(problems)}")
+        more = len(problems) - _NAMED
+        tail = f"; and {more} more" if more > 0 else ""
+        raise ValueError(f"checkpoint does not fit the model: {'; '.join(problems[:_NAMED])}{tail}")
+    return where
+
+
+def _in(header: TensorHeader) -> str:
+    return f"{header.file}: " if header.file else ""
 
 
 def assemble(
     config: ModelConfig,
-    tensors: Iterable[tuple[str, np.ndarray]],
+    source: TensorSource,
     *,
     dtype: DTypeLike = jnp.float32,
     check_finite: bool = True,
+    place: Place | None = None,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> Decoder:
-    """A decoder from (published name, array as stored) pairs, consumed one by one.
-
-    At no time are there two copies of more than one tensor.
+    """A decoder from a checkpoint's tensors.
 
     Args:
         config: the model; the head's tying may be left open.
-        tensors: for example `gguf` tensors, or those of safetensors files.
-        dtype: of the parameters.
+        source: the checkpoint.
+        dtype: of the parameters (a router's stay float32).
         check_finite: refuse NaN and infinity, also those that arise in the conversion.
+        place: sharding of a parameter by path and shape; None: the default device.
+        progress: called with the bytes read, a device shard at a time.
 
     Raises:
-        ValueError: names all missing, unexpected, misshapen, wrongly typed, repeated and (with
-            `check_finite`) non-finite tensors.
+        ValueError: names missing, unexpected, misshapen and wrongly typed tensors before anything
+            is read; with `check_finite`, those that are not finite afterwards.
     """
-    found: dict[str, TensorHeader] = {}
+    headers = source.headers
+    config = with_head_decided(config, headers)
+    needed = {n: h for n, h in headers.items() if not _is_redundant_head(config, source, n)}
+    where = check_headers(config, needed)
+    graph, flat = _abstract(config, jnp.dtype(dtype))
+    parameters = dict(flat)
     values: dict[Path, jax.Array] = {}
-    broken: list[str] = []
-    for name, array in tensors:
-        if name in found:
-            broken.append(f"{name} occurs twice")
-        found[name] = TensorHeader(array.shape, array.dtype.name)
-        path = nnx_path(name)
-        if path is None or array.dtype.name not in SOURCE_DTYPES:
-            continue  # reported below, with all others
-        value, finite = _convert(array, jnp.dtype(dtype), is_transposed(path))
-        if check_finite and not finite:
-            broken.append(f"{name} has values that are not finite in {jnp.dtype(dtype).name}")
+    broken: dict[str, list[jax.Array]] = {}
+    flying: deque[tuple[int, jax.Array]] = deque()
+    # In the order of the files, so that each is opened once.
+    for path in sorted(where, key=lambda path: headers[where[path].names[0]].file):
+        abstract, stored = parameters[path].get_value(), where[path]
+        sharding = None if place is None else place(path, abstract.shape)
+        value, flags = _load(source, stored, abstract, sharding, progress)
         values[path] = value
-    config = with_head_decided(config, found)
-    if _is_redundant_head(config, values):
-        found.pop("lm_head.weight")
-    check_headers(config, found)
-    if broken:
-        raise ValueError(f"checkpoint is damaged: {'; '.join(broken)}")
-    graph, state = nnx.split(nnx.eval_shape(partial(Decoder.random, config, dtype=dtype)))
-    flat = [(path, p.replace(values.pop(path))) for path, p in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+        broken[stored.names[0]] = flags
+        flying.append((value.nbytes, value))
+        while sum(size for size, _ in flying) > _IN_FLIGHT:
+            flying.popleft()[1].block_until_ready()
+    if check_finite:
+        bad = [name for name, flags in broken.items() if not all(bool(flag) for flag in flags)]
+        if bad:
+            kind = jnp.dtype(dtype).name
+            problems = [f"{name} has values that are not finite in {kind}" for name in bad]
+            raise ValueError(f"checkpoint is damaged: {'; '.join(problems[:_NAMED])}")
+    state = [(path, p.replace(values.pop(path))) for path, p in parameters.items()]
+    return nnx.merge(graph, nnx.from_flat_state(state))
 
 
-def _abstract_parameters(config: ModelConfig) -> Iterator[tuple[Path, jax.ShapeDtypeStruct]]:
-    state = nnx.state(nnx.eval_shape(partial(Decoder.random, config)))
-    for path, parameter in nnx.to_flat_state(state):
-        yield path, parameter.get_value()
+def _load(
+    source: TensorSource,
+    stored: Stored,
+    abstract: jax.ShapeDtypeStruct,
+    sharding: Sharding | None,
+    progress: Callable[[int], None],
+) -> tuple[jax.Array, list[jax.Array]]:
+    """One parameter on its devices, and for each shard whether all of it is finite."""
+    if sharding is None:
+        array = _read(source, stored, tuple(slice(0, size) for size in abstract.shape))
+        progress(array.nbytes)
+        # Not committed to a device: it may be used with arrays of any.
+        value, finite = _convert(jnp.asarray(array), abstract.dtype, stored.transposed)
+        return value, [finite]
+    indices = sharding.addressable_devices_indices_map(abstract.shape)
+    shards, flags = [], []
+    read: dict[str, np.ndarray] = {}
+    for device, index in indices.items():
+        parts = zip(index or (), abstract.shape, strict=True)
+        whole = tuple(slice(*part.indices(size)) for part, size in parts)
+        if repr(whole) not in read:
+            # Devices that hold the same part (data parallel) share what was read.
+            read = {repr(whole): _read(source, stored, whole)}
+            progress(read[repr(whole)].nbytes)
+        part = jax.device_put(read[repr(whole)], device)
+        shard, finite = _convert(part, abstract.dtype, stored.transposed)
+        shards.append(shard)
+        flags.append(finite)
+    return jax.make_array_from_single_device_arrays(abstract.shape, sharding, shards), flags
 
 
-def _is_redundant_head(config: ModelConfig, values: Mapping[Path, jax.Array]) -> bool:
+def _read(source: TensorSource, stored: Stored, index: Index) -> np.ndarray:
+    """The part of a parameter that `index` names, as stored (not transposed)."""
+    if stored.transposed:
+        index = (*index[:-2], index[-1], index[-2])
+    if stored.rows is not None:
+        first = index[0]
+        index = (slice(first.start + stored.rows[0], first.stop + stored.rows[0]), *index[1:])
+    if len(stored.names) == 1:
+        return source.read(stored.names[0], index)
+    names = itertools.islice(stored.names, index[0].start, index[0].stop)
+    return np.stack([source.read(name, index[1:]) for name in names])
+
+
+def _is_redundant_head(config: ModelConfig, source: TensorSource, name: str) -> bool:
     """Some tied checkpoints store the embedding a second time, as the head."""
-    head, embedding = values.get(("head", "kernel")), values.get(("embedding",))
-    if not config.tie_word_embeddings or head is None or embedding is None:
+    if name != "lm_head.weight" or not config.tie_word_embeddings:
         return False
-    return head.shape[::-1] == embedding.shape and bool(jnp.array_equal(head.T, embedding))
-
-
-def _convert(array: np.ndarray, dtype: jnp.dtype, transpose: bool) -> tuple[jax.Array, bool]:
-    value, finite = _convert_on_device(jnp.asarray(array), dtype, transpose and array.ndim == 2)
-    return value, bool(finite)
+    embedding = published_name(config, ("embedding",))
+    headers = source.headers
+    if embedding not in headers or headers[name].shape != headers[embedding].shape:
+        return False
+    rows, step = headers[name].shape[0], 4096  # compared so many at a time
+    slices = [(slice(row, min(row + step, rows)),) for row in range(0, rows, step)]
+    return all(np.array_equal(source.read(name, at), source.read(embedding, at)) for at in slices)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _convert_on_device(
-    array: jax.Array, dtype: jnp.dtype, transpose: bool
-) -> tuple[jax.Array, jax.Array]:
-    value = (array.T if transpose else array).astype(dtype)
+def _convert(array: jax.Array, dtype: jnp.dtype, transpose: bool) -> tuple[jax.Array, jax.Array]:
+    value = (array.swapaxes(-1, -2) if transpose else array).astype(dtype)
     return value, jnp.isfinite(value).all()

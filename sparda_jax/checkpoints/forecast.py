@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.checkpoints.assemble import SOURCE_DTYPES, TensorHeader
-from sparda_jax.checkpoints.names import checkpoint_name
+from sparda_jax.checkpoints.names import published_name
 from sparda_jax.checkpoints.safetensors import read_headers, read_metadata, read_tensors
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.models.decoder import Decoder
@@ -51,9 +51,9 @@ def model_fingerprint(model: Decoder) -> str:
     config = model.config
     digest = hashlib.sha256()
     digest.update(f"{config.num_heads} {config.num_kv_heads} {config.head_dim}".encode())
-    parameters = {checkpoint_name(path): p for path, p in nnx.to_flat_state(nnx.state(model))}
-    for name in sorted(parameters):
-        value = parameters[name].get_value()
+    flat = nnx.to_flat_state(nnx.state(model))
+    named = [(published_name(config, path), str(path), p.get_value()) for path, p in flat]
+    for name, _, value in sorted(named, key=lambda entry: entry[:2]):
         sample = value.reshape(-1)[:: max(1, value.size // _SAMPLE)]
         digest.update(f"{name} {value.shape}".encode())
         digest.update(np.asarray(sample.astype(jnp.bfloat16)).tobytes())

@@ -9,12 +9,13 @@ neighbouring channels (2i, 2i+1). Our RoPE, like Hugging Face's, rotates the hal
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from sparda_jax.checkpoints.assemble import Index, TensorHeader
 
 __all__ = ["GGUFCheckpoint", "read_gguf", "unpermute_rows"]
 
@@ -67,21 +68,22 @@ class GGUFCheckpoint:
         """The Jinja chat template, None where the file has none."""
         return self.tokenizer.get("chat_template")
 
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields (Hugging Face name, float32 array ``[out, in]``), dequantised one by one.
+    @property
+    def headers(self) -> dict[str, TensorHeader]:
+        """What `read` yields: always float32."""
+        return {n: TensorHeader(s, "float32", self.path.name) for n, s in self.shapes.items()}
 
-        The rows of q and k are in the half-split RoPE order. About 1 s for 135 M parameters.
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Part of a tensor by its Hugging Face name, `[out, in]`; the whole is dequantised for it.
+
+        The rows of q and k are in the half-split RoPE order.
         """
-        heads = {
-            "q_proj": self.config["num_attention_heads"],
-            "k_proj": self.config["num_key_value_heads"],
-        }
-        for name, tensor in self._tensors.items():
-            values = self._dequantise(tensor).reshape(self.shapes[name])
-            for projection, count in heads.items():
-                if projection in name:
-                    values = unpermute_rows(values, count)
-            yield name, values
+        values = self._dequantise(self._tensors[name]).reshape(self.shapes[name])
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        for projection, count in heads.items():
+            if projection in name:
+                values = unpermute_rows(values, self.config[count])
+        return values[index]
 
     def _dequantise(self, tensor: Any) -> np.ndarray:
         from gguf import dequantize

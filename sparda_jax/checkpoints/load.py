@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from sparda_jax.assets import fetch_default_model
-from sparda_jax.checkpoints.assemble import TensorHeader, assemble, check_headers
+from sparda_jax.checkpoints.assemble import assemble
 from sparda_jax.checkpoints.gguf import read_gguf
 from sparda_jax.checkpoints.safetensors import load_safetensors
 from sparda_jax.config import ModelConfig
@@ -99,7 +99,5 @@ def _download(hub_id: str) -> Path:
 def _load_gguf(path: Path, dtype: DTypeLike, check_finite: bool) -> tuple[Decoder, Tokenizer]:
     checkpoint = read_gguf(path)
     config = ModelConfig.from_huggingface(checkpoint.config)
-    # Before anything is dequantised; what arrives is always float32.
-    check_headers(config, {n: TensorHeader(s, "float32") for n, s in checkpoint.shapes.items()})
-    decoder = assemble(config, checkpoint.tensors(), dtype=dtype, check_finite=check_finite)
+    decoder = assemble(config, checkpoint, dtype=dtype, check_finite=check_finite)
     return decoder, Tokenizer.from_gguf(checkpoint.tokenizer)

@@ -13,12 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from sparda_jax.checkpoints.assemble import (
-    TensorHeader,
-    assemble,
-    check_headers,
-    with_head_decided,
-)
+from sparda_jax.checkpoints.assemble import Index, TensorHeader, assemble
 from sparda_jax.config import ModelConfig
 from sparda_jax.models.decoder import Decoder
 
@@ -44,18 +39,47 @@ def load_safetensors(
         ValueError: a broken file, or all tensors that do not fit, in one message.
         NotImplementedError: a model that `ModelConfig.from_huggingface` refuses.
     """
-    directory = Path(directory)
-    config = ModelConfig.from_huggingface(read_json(directory / "config.json"))
-    files = _weight_files(directory)
-    headers: dict[str, TensorHeader] = {}
-    for file in files:
-        headers.update(read_headers(file))
-    config = with_head_decided(config, headers)
-    # A tied head stored a second time is judged by its values, in `assemble`.
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    check_headers(config, {name: h for name, h in headers.items() if name not in tied})
-    tensors = (pair for file in files for pair in read_tensors(file))
-    return assemble(config, tensors, dtype=dtype, check_finite=check_finite)
+    source = SafetensorsSource(Path(directory))
+    config = ModelConfig.from_huggingface(read_json(Path(directory) / "config.json"))
+    with source:
+        return assemble(config, source, dtype=dtype, check_finite=check_finite)
+
+
+class SafetensorsSource:
+    """The tensors of a checkpoint folder, memory-mapped; one file is open at a time.
+
+    Attributes:
+        directory: of the checkpoint.
+        headers: every tensor by name.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.headers: dict[str, TensorHeader] = {}
+        for file in _weight_files(directory):
+            for name, header in read_headers(file).items():
+                if name in self.headers:
+                    raise ValueError(f"{name} is in {self.headers[name].file} and in {file.name}")
+                self.headers[name] = header
+        self._open = contextlib.ExitStack()
+        self._file: tuple[str, Any] = ("", None)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Part of a tensor."""
+        file = self.headers[name].file
+        if self._file[0] != file:
+            # The pages of a mapped file count as this process's memory until it is closed.
+            self._open.close()
+            self._file = (file, self._open.enter_context(_open(self.directory / file)))
+        part: np.ndarray = self._file[1].get_slice(name)[index]
+        return part
+
+    def __enter__(self) -> SafetensorsSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+        self._file = ("", None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -122,7 +146,9 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {
             name: TensorHeader(
-                tuple(part.get_shape()), _DTYPE_NAMES.get(part.get_dtype(), part.get_dtype())
+                tuple(part.get_shape()),
+                _DTYPE_NAMES.get(part.get_dtype(), part.get_dtype()),
+                path.name,
             )
             for name, part in slices.items()
         }

@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_kernels import online_softmax
 from pallas_kernels.grouping import MASKED, group_queries, ungroup
-from sparda_jax.typing import Array, Float, Int
+from sparda_jax.typing import Array, Bool, Float, Int
 
 # Key tokens scored at a time where cuDNN does not serve: the scores of a tile stay in cache.
 TILE_TOKENS = 512
@@ -41,6 +41,23 @@ def dense_attention(
         scale=1 / math.sqrt(q.shape[-1]),
         query_seq_lengths=None if lengths is None else jnp.full_like(lengths, q.shape[1]),
         key_value_seq_lengths=lengths,
+        implementation="cudnn" if cudnn_serves(q) else "xla",
+    )
+
+
+def masked_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    mask: Bool[Array, "*B T S"],
+) -> Float[Array, "B T N H"]:
+    """Softmax(q k / sqrt(H)) v over the keys that `mask` names, for one sequence or each."""
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask[None, None] if mask.ndim == 2 else mask[:, None],
+        scale=1 / math.sqrt(q.shape[-1]),
         implementation="cudnn" if cudnn_serves(q) else "xla",
     )
 

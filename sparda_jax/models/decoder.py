@@ -1,4 +1,4 @@
-"""One decoder for Llama, Qwen2, Qwen3 and MiniCPM4.1: parameters and the formulas, no cache."""
+"""One decoder for every family of `ModelConfig`: parameters and the formulas, no cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from sparda_jax.config import ModelConfig, SparseConfig
-from sparda_jax.models.attention import dense_attention
+from sparda_jax.models.attention import dense_attention, masked_attention
 from sparda_jax.models.layers import MLP, Linear, RMSNorm
+from sparda_jax.models.moe import MoE
 from sparda_jax.models.rope import apply_rope, rope_at
 from sparda_jax.sparse.infllm_v2 import sparse_attention
-from sparda_jax.typing import Array, Float, Int
+from sparda_jax.typing import Array, Bool, Float, Int
 
 
 class DecoderLayer(nnx.Module):
@@ -33,10 +34,10 @@ class DecoderLayer(nnx.Module):
         q_norm: over H, or None.
         k_norm: over H, or None.
         mlp_norm: before the MLP.
-        mlp: SwiGLU.
+        mlp: SwiGLU, or a mixture of experts.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, index: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         size, eps = config.hidden_size, config.rms_norm_eps
         wide, narrow = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         make: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
@@ -49,7 +50,12 @@ class DecoderLayer(nnx.Module):
         self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if config.qk_norm else None
         self.mlp_norm = RMSNorm(size, eps, dtype=dtype)
-        self.mlp = MLP(size, config.intermediate_size, bias=config.mlp_bias, **make)
+        dense = config.moe is None or index < config.moe.dense_layers
+        self.mlp: MLP | MoE = (
+            MLP(size, config.intermediate_size, bias=config.mlp_bias, **make)
+            if dense or config.moe is None
+            else MoE(size, config.moe, **make)
+        )
 
     def qkv(
         self, x: Float[Array, "B T D"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
@@ -107,7 +113,7 @@ class Decoder(nnx.Module):
         scale = jnp.asarray(1 / config.embedding_scale, dtype)
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (vocab, size), dtype) * scale)
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
         self.final_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype)
         self.head = (
@@ -145,12 +151,48 @@ class Decoder(nnx.Module):
         out = jnp.einsum("vd,btd->vbt", self.embedding[...], x, preferred_element_type=jnp.float32)
         return out.transpose(1, 2, 0)
 
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+        sparse: SparseConfig | None = None,
+        mask: Bool[Array, "*B T T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        max_length: int | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the last layer, before the final norm; see `__call__`."""
+        batch, count = tokens.shape
+        limit = self.config.max_position_embeddings if max_length is None else max_length
+        if positions is None:
+            if count > limit:
+                raise ValueError(f"{count} tokens exceed the maximum length of {limit}")
+            positions = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, count))
+        elif sparse is not None:
+            raise ValueError("block selection needs positions 0 to T-1: leave `positions` out")
+        if mask is not None and (lengths is not None or sparse is not None):
+            raise ValueError("`mask` says what is attended: leave `lengths` and `sparse` out")
+        cos, sin = rope_at(self.config.rope, positions, limit)
+        x = self.embed(tokens)
+        for layer in self.layers:
+            q, k, v = layer.qkv(x, cos, sin)
+            if mask is not None:
+                attention = masked_attention(q, k, v, mask)
+            elif sparse is None:
+                attention = dense_attention(q, k, v, lengths)
+            else:
+                attention = sparse_attention(q, k, v, positions, lengths, sparse)
+            x = layer.finish(x, attention)
+        return x
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         *,
         lengths: Int[Array, " B"] | None = None,
         sparse: SparseConfig | None = None,
+        mask: Bool[Array, "*B T T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
         max_length: int | None = None,
     ) -> Float[Array, "B T V"]:
         """Whole-sequence forward without a cache, for use inside the caller's own jit.
@@ -158,25 +200,23 @@ class Decoder(nnx.Module):
         Args:
             tokens: token ids, padded at the end where sequences differ in length.
             lengths: valid tokens per row; None: all. Logits past them mean nothing.
-            sparse: select blocks as InfLLM-V2 does; None: dense causal attention.
+            sparse: select blocks as InfLLM-V2 does; None: dense attention.
+            mask: which tokens (last axis) each token attends, for one sequence or each; None:
+                causal. Every token must attend one.
+            positions: for RoPE; None: 0 to T-1. The attention stays causal by row, not position.
             max_length: the requested maximum length, which fixes LongRoPE's factors; None: what
                 the model declares. Static.
 
         Raises:
-            ValueError: more tokens than `max_length`.
+            ValueError: more tokens than `max_length`; arguments that exclude each other.
         """
-        batch, count = tokens.shape
-        limit = self.config.max_position_embeddings if max_length is None else max_length
-        if count > limit:
-            raise ValueError(f"{count} tokens exceed the maximum length of {limit}")
-        positions = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, count))
-        cos, sin = rope_at(self.config.rope, positions, limit)
-        x = self.embed(tokens)
-        for layer in self.layers:
-            q, k, v = layer.qkv(x, cos, sin)
-            if sparse is None:
-                attention = dense_attention(q, k, v, lengths)
-            else:
-                attention = sparse_attention(q, k, v, positions, lengths, sparse)
-            x = layer.finish(x, attention)
-        return self.logits(x)
+        return self.logits(
+            self.hidden(
+                tokens,
+                lengths=lengths,
+                sparse=sparse,
+                mask=mask,
+                positions=positions,
+                max_length=max_length,
+            )
+        )

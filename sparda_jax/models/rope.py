@@ -6,6 +6,9 @@
 Angles, cos and sin are float32. One table serves a model and a requested maximum length; for
 LongRoPE that length alone decides between the short and the long factors f, so a token keeps its
 angle however far the sequence has grown (spec/sparda.md, "Where we deviate").
+
+Where the embedding is partial, tables are narrower than a head: H is then the number of rotated
+channels, the first of the head, and the others pass unchanged.
 """
 
 from __future__ import annotations
@@ -78,12 +81,24 @@ def rope_rows(
 
 
 def apply_rope(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T Rot"], sin: Float[Array, "B T Rot"]
 ) -> Float[Array, "B T N H"]:
-    """Rotates every head in float32 and returns the dtype of `x`."""
-    half = x.shape[-1] // 2
-    wide = x.astype(jnp.float32)
+    """Rotates the first channels of every head, as many as the table has, in float32.
+
+    Args:
+        x: queries or keys.
+        cos: rows of a table; Rot is H but for partial rotary embedding.
+        sin: likewise.
+
+    Returns:
+        The dtype of `x`.
+    """
+    width = cos.shape[-1]
+    half = width // 2
+    wide = x[..., :width].astype(jnp.float32)
     turned = jnp.concatenate([-wide[..., half:], wide[..., :half]], axis=-1)
-    return jax.lax.convert_element_type(
-        wide * cos[:, :, None, :] + turned * sin[:, :, None, :], x.dtype
-    )
+    out = wide * cos[:, :, None, :] + turned * sin[:, :, None, :]
+    rotated = jax.lax.convert_element_type(out, x.dtype)
+    if width == x.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x[..., width:]], axis=-1)

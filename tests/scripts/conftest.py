@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from scripts import decode
-from sparda_jax.checkpoints.names import checkpoint_name, is_transposed
+from sparda_jax.checkpoints.names import is_transposed, published_name
 from sparda_jax.config import ModelConfig
 from sparda_jax.engine import generate
 from sparda_jax.models.decoder import Decoder
@@ -70,12 +70,13 @@ def write_tokenizer(folder: Path) -> None:
 
 def published_tensors() -> dict[str, np.ndarray]:
     """Random weights under the names and in the layout of a checkpoint."""
-    model = Decoder.random(ModelConfig.from_huggingface(CONFIG), seed=1)
+    config = ModelConfig.from_huggingface(CONFIG)
+    model = Decoder.random(config, seed=1)
     tensors = {}
     for path, parameter in nnx.to_flat_state(nnx.state(model)):
         value = np.asarray(parameter[...])
         value = value.T if is_transposed(path) else value
-        tensors[checkpoint_name(path)] = np.ascontiguousarray(value)
+        tensors[published_name(config, path)] = np.ascontiguousarray(value)
     return tensors
 
 

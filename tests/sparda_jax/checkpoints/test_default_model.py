@@ -27,7 +27,7 @@ Logits = Callable[[list[int]], np.ndarray]
 def logits(default_checkpoint: GGUFCheckpoint) -> Logits:
     """Token ids -> logits [T, V], by one compiled program for up to LENGTH tokens."""
     config = ModelConfig.from_huggingface(default_checkpoint.config)
-    model = assemble(config, default_checkpoint.tensors(), dtype=jnp.float32)
+    model = assemble(config, default_checkpoint, dtype=jnp.float32)
     forward = jax.jit(lambda model, tokens: model(tokens)[0])
 
     def run(ids: list[int]) -> np.ndarray:

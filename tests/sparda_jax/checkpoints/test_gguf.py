@@ -95,7 +95,7 @@ def test_reads_back_a_tiny_llama(tmp_path: Path) -> None:
         for name, w in weights.items()
     }
     checkpoint = read_gguf(write(tmp_path / "tiny.gguf", stored))
-    read = dict(checkpoint.tensors())
+    read = {name: checkpoint.read(name) for name in checkpoint.headers}
     assert len(read) == 2 + 9 * L
     assert {name: w.shape for name, w in read.items()} == checkpoint.shapes
     layer = "model.layers.1."
@@ -143,9 +143,7 @@ def test_head_and_template(tmp_path: Path) -> None:
     weights["output.weight"] = weights["token_embd.weight"] + 1
     checkpoint = read_gguf(write(tmp_path / "tiny.gguf", weights))
     assert not checkpoint.config["tie_word_embeddings"]
-    np.testing.assert_array_equal(
-        dict(checkpoint.tensors())["lm_head.weight"], weights["output.weight"]
-    )
+    np.testing.assert_array_equal(checkpoint.read("lm_head.weight"), weights["output.weight"])
     assert checkpoint.chat_template == "{{ messages[0].content }}"
 
 
@@ -156,7 +154,7 @@ def test_head_and_template(tmp_path: Path) -> None:
 def test_quantised(tmp_path: Path, quantisation: str, tolerance: float) -> None:
     weights = tiny_weights(seed=3)
     checkpoint = read_gguf(write(tmp_path / "tiny.gguf", weights, Types[quantisation]))
-    read = dict(checkpoint.tensors())
+    read = {name: checkpoint.read(name) for name in checkpoint.headers}
     for ours, theirs in [
         ("model.embed_tokens.weight", "token_embd.weight"),
         ("model.layers.0.mlp.down_proj.weight", "blk.0.ffn_down.weight"),
@@ -294,7 +292,8 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"blk\.0\.ffn_up\.weight holds values that are not finite"
     ):
-        dict(checkpoint.tensors())
+        for name in checkpoint.headers:
+            checkpoint.read(name)
 
 
 @pytest.mark.smoke
@@ -305,5 +304,5 @@ def test_default_model(default_checkpoint: reader.GGUFCheckpoint) -> None:
     assert config["rms_norm_eps"] == 1e-5
     assert config["rope_theta"] == 100_000.0
     assert len(default_checkpoint.shapes) == 2 + 9 * 30
-    sizes = [values.size for _, values in default_checkpoint.tensors()]
+    sizes = [default_checkpoint.read(name).size for name in default_checkpoint.headers]
     assert sum(sizes) == 134_515_008

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pallas_kernels.geometry import BlockGeometry
-from sparda_jax.checkpoints.assemble import assemble
+from sparda_jax.checkpoints.assemble import ArraySource, assemble
 from sparda_jax.checkpoints.safetensors import read_json
 from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.forecast.files import load_forecast
@@ -23,7 +23,8 @@ def load_case(data_dir, tmp_path_factory):
         folder: Path = data_dir / "sparda" / name
         tensors = load_file(folder / "model.safetensors")
         config = ModelConfig.from_huggingface(read_json(folder / "config.json"))
-        model = assemble(config, ((n, t) for n, t in tensors.items() if not is_forecast(n)))
+        plain = {n: t for n, t in tensors.items() if not is_forecast(n)}
+        model = assemble(config, ArraySource(plain))
         path = tmp_path_factory.mktemp("case") / "forecast.safetensors"
         save_file({n: t for n, t in tensors.items() if is_forecast(n)}, path)
         forecast, policy = load_forecast(path, model, verify_base=False)

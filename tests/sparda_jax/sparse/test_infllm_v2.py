@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from pallas_kernels.compressed_keys import compress_keys
 from pallas_kernels.geometry import BlockGeometry
-from sparda_jax.checkpoints.assemble import assemble
+from sparda_jax.checkpoints.assemble import ArraySource, assemble
 from sparda_jax.checkpoints.safetensors import read_json
 from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.models import Decoder
@@ -54,7 +54,7 @@ def load_case(folder):
         local_blocks=case["local_blocks"],
         budget_blocks=case["total_selected"],
     )
-    model = assemble(ModelConfig.from_huggingface(config), plain.items())
+    model = assemble(ModelConfig.from_huggingface(config), ArraySource(plain))
     return model, sparse, case["prefill_len"], load_file(folder / "data.safetensors")
 
 

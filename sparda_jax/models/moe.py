@@ -1,0 +1,125 @@
+"""Mixture of experts of LLaDA2 (spec/herald.md, sec. 2.5): router, grouped matmul, shared expert.
+
+    s    = sigmoid(router(x))                             float32
+    C    = the best experts by s + bias, within the best groups
+    w_e  = scale * s_e / (sum of s over C + 1e-20)        the bias chooses, it does not weigh
+    y    = sum over e in C of w_e expert_e(x) + shared(x)
+
+Every (token, expert) pair is computed: nothing is dropped and there is no capacity.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from sparda_jax.config import MoeConfig
+from sparda_jax.models.layers import MLP
+from sparda_jax.typing import Array, Float, Int
+
+
+class Router(nnx.Module):
+    """Chooses each token's experts and their weights; float32 whatever the model's dtype.
+
+    Attributes:
+        kernel: `[D, E]`, E experts.
+        bias: `[E]`, added to the scores for the choice only.
+    """
+
+    def __init__(self, size: int, config: MoeConfig, *, rngs: nnx.Rngs):
+        shape = (size, config.num_experts)
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape) * size**-0.5)
+        self.bias = nnx.Param(jnp.zeros((config.num_experts,)))
+        self.config = config
+
+    def logits(self, x: Float[Array, "rows D"]) -> Float[Array, "rows E"]:
+        """Router logits; full float32 products, since a choice hangs on them."""
+        return jnp.matmul(x.astype(jnp.float32), self.kernel[...], precision=lax.Precision.HIGHEST)
+
+    def __call__(
+        self, x: Float[Array, "rows D"]
+    ) -> tuple[Int[Array, "rows X"], Float[Array, "rows X"]]:
+        """Experts of each row, best first, and their weights."""
+        config = self.config
+        scores = lax.logistic(self.logits(x))
+        biased = scores + self.bias[...]
+        rows, size = x.shape[0], config.num_experts // config.num_groups
+        if config.groups_per_token < config.num_groups:
+            grouped = biased.reshape(rows, config.num_groups, size)
+            group_scores = lax.top_k(grouped, 2)[0].sum(-1)
+            _, groups = lax.top_k(group_scores, config.groups_per_token)
+            numbers = lax.broadcasted_iota(jnp.int32, (1, 1, config.num_groups), 2)
+            kept = (groups[..., None] == numbers).any(1)
+            biased = lax.select(
+                jnp.broadcast_to(kept[..., None], grouped.shape),
+                grouped,
+                jnp.full_like(grouped, -jnp.inf),
+            ).reshape(biased.shape)
+        _, chosen = lax.top_k(biased, config.experts_per_token)
+        weights = jnp.take_along_axis(scores, chosen, axis=1)
+        total = weights.sum(-1, keepdims=True) + 1e-20
+        return chosen, weights / total * config.routed_scale
+
+
+class ExpertLinear(nnx.Module):
+    """One matrix an expert, `[E, in, out]`."""
+
+    def __init__(self, experts: int, size: int, out: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        scale = jnp.asarray(size**-0.5, dtype)
+        shape = (experts, size, out)
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * scale)
+
+    def __call__(
+        self, x: Float[Array, "rows D"], counts: Int[Array, " E"]
+    ) -> Float[Array, "rows F"]:
+        """The first `counts[0]` rows by matrix 0, the next `counts[1]` by matrix 1, and so on."""
+        return lax.ragged_dot(x, self.kernel[...], counts)
+
+
+class Experts(nnx.Module):
+    """SwiGLU of every expert: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, size: int, config: MoeConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        count, inner = config.num_experts, config.intermediate_size
+        self.gate = ExpertLinear(count, size, inner, dtype=dtype, rngs=rngs)
+        self.up = ExpertLinear(count, size, inner, dtype=dtype, rngs=rngs)
+        self.down = ExpertLinear(count, inner, size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "rows D"], counts: Int[Array, " E"]
+    ) -> Float[Array, "rows D"]:
+        """Applies expert e to its `counts[e]` rows, which lie together and in order of e."""
+        gate = self.gate(x, counts)
+        return self.down(gate * lax.logistic(gate) * self.up(x, counts), counts)
+
+
+class MoE(nnx.Module):
+    """Routed experts and, where the model has one, the expert that every token passes."""
+
+    def __init__(self, size: int, config: MoeConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.router = Router(size, config, rngs=rngs)
+        self.experts = Experts(size, config, dtype=dtype, rngs=rngs)
+        inner = config.shared_intermediate_size
+        self.shared = MLP(size, inner, bias=False, dtype=dtype, rngs=rngs) if inner else None
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Applies the layer to every row."""
+        rows = x.reshape(-1, x.shape[-1])
+        chosen, weights = self.router(rows)
+        out = self._routed(rows, chosen, weights).astype(x.dtype).reshape(x.shape)
+        return out if self.shared is None else out + self.shared(x)
+
+    def _routed(self, rows: Array, chosen: Array, weights: Array) -> Array:
+        """Sum over each row's experts, float32: rows sorted by expert, then sorted back."""
+        count, each = chosen.shape
+        experts = self.router.config.num_experts
+        expert = chosen.reshape(-1)
+        pairs = lax.iota(jnp.int32, count * each)
+        _, order = lax.sort_key_val(expert, pairs)
+        counts = (expert[:, None] == lax.iota(jnp.int32, experts)).sum(0, dtype=jnp.int32)
+        out = self.experts(jnp.take(rows, order // each, axis=0, mode="clip"), counts)
+        back = jnp.zeros_like(pairs).at[order].set(pairs)
+        out = jnp.take(out, back, axis=0, mode="clip").reshape(count, each, -1)
+        return (out.astype(jnp.float32) * weights[..., None]).sum(1)
