@@ -36,6 +36,25 @@ def _write_back(
     return flat.reshape(pool.shape)
 
 
+def _write_row(
+    pool: Float[Array, "B K M 2 P H"],
+    kv: Float[Array, "1 K Q 2 P H"],
+    row: Int[Array, ""],
+    block: Int[Array, ""],
+) -> Float[Array, "B K M 2 P H"]:
+    kv = jax.device_put(kv, jax.memory.Space.Host)
+    return jax.lax.dynamic_update_slice(pool, kv, (row, 0, block, 0, 0, 0))
+
+
+def _read_row(
+    pool: Float[Array, "B K M 2 P H"], row: Int[Array, ""], blocks: int
+) -> Float[Array, "1 K Q 2 P H"]:
+    part = jax.lax.dynamic_slice(
+        pool, (row, 0, 0, 0, 0, 0), (1, pool.shape[1], blocks, *pool.shape[3:])
+    )
+    return jax.device_put(part, jax.memory.Space.Device)
+
+
 class HostPool:
     """All KV blocks of a batch in pinned host memory.
 
@@ -49,6 +68,9 @@ class HostPool:
         self._sharding = memory.host_sharding(device)
         self._layers: list[jax.Array | None] = [None] * num_layers
         self._write_back = jax.jit(_write_back, donate_argnums=0, out_shardings=self._sharding)
+        self._write_row = jax.jit(_write_row, donate_argnums=0, out_shardings=self._sharding)
+        place = memory.device_sharding(device)
+        self._read_row = jax.jit(_read_row, static_argnums=2, out_shardings=place)
 
     @property
     def layers(self) -> tuple[jax.Array, ...]:
@@ -73,6 +95,33 @@ class HostPool:
         prefill that goes layer by layer hides it.
         """
         self._layers[index] = jax.device_put(kv, self._sharding)
+
+    def write_row(
+        self,
+        index: int,
+        kv: Float[Array, "1 K Q 2 P H"],
+        row: Int[Array, ""],
+        block: Int[Array, ""],
+    ) -> None:
+        """Writes consecutive blocks of one sequence of one layer, in place.
+
+        Args:
+          index: layer.
+          kv: the blocks, on the device.
+          row: sequence.
+          block: first block; `block + Q <= M`, or the blocks land before it.
+        """
+        self._layers[index] = self._write_row(self.layers[index], kv, row, block)
+
+    def read_row(self, index: int, row: Int[Array, ""], blocks: int) -> Float[Array, "1 K Q 2 P H"]:
+        """The first blocks of one sequence of one layer, copied to the device.
+
+        Args:
+          index: layer.
+          row: sequence.
+          blocks: Q, how many; a program is compiled for each number.
+        """
+        return self._read_row(self.layers[index], row, blocks)
 
     def write_back(
         self, tails: tuple[Float[Array, "B K 2 2 P H"], ...], targets: Int[Array, " B"]

@@ -123,3 +123,20 @@ def test_pool_is_current_for_a_program_that_follows(device):
         pool.write_back(on_device, jnp.full(B, block, jnp.int32))
         content[0][:, :, block] = tails[0][:, :, block % 2]
         np.testing.assert_array_equal(read(pool.layers[0]), content[0])
+
+
+def test_rows_are_written_and_read_in_place(device):
+    pool, content = make_pool(device)
+    place = memory.device_sharding(device)
+    row, block = jax.device_put((np.int32(2), np.int32(1)), place)
+    kv = random_blocks((1, K, 3, 2, P, H), 7)
+    before = pool.layers[1].unsafe_buffer_pointer()
+    pool.write_row(1, jax.device_put(kv, place), row, block)
+    assert pool.layers[1].unsafe_buffer_pointer() == before
+    assert pool.layers[1].sharding.memory_kind == "pinned_host"
+    content[1][2:, :, 1:4] = kv
+    for layer, expected in zip(pool.layers, content, strict=True):
+        np.testing.assert_array_equal(layer, expected)
+    read = pool.read_row(1, row, 3)
+    assert read.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(read, content[1][2:, :, :3])
