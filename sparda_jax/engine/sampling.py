@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from sparda_jax.engine.state import SamplingState
 
 
-def _filtered(logits: Float[Array, " V"], top_k: Array, top_p: Array) -> Float[Array, " V"]:
+def filtered(logits: Float[Array, " V"], top_k: Array, top_p: Array) -> Float[Array, " V"]:
     """Logits outside top-k, then outside top-p of what is left, set to -inf."""
     size = logits.shape[0]
     ordered = -jnp.sort(-logits)
@@ -31,7 +31,7 @@ def _draw(
 ) -> Int[Array, ""]:
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     key = jax.random.fold_in(jax.random.key(seed), position)
-    drawn = jax.random.categorical(key, _filtered(scaled, top_k, top_p))
+    drawn = jax.random.categorical(key, filtered(scaled, top_k, top_p))
     return jnp.where(temperature > 0, drawn, jnp.argmax(logits)).astype(jnp.int32)
 
 

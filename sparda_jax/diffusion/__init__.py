@@ -1,0 +1,1 @@
+"""Block diffusion: masks, denoising rules, decoding block by block, training."""

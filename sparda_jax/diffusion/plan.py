@@ -1,0 +1,117 @@
+"""Settings of the block engine and the sizes of a batch, checked before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from sparda_jax.config import ModelConfig, SamplingParams
+from sparda_jax.diffusion.config import diffusion_of
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockEngineConfig:
+    """How the block engine runs a batch.
+
+    Attributes:
+        dual_cache: in a block that is denoised in sub-blocks, run later forwards against the KV
+            that the block's other tokens had in an earlier one (Fast-dLLM v2; approximate).
+        kv_block: P, tokens of a KV block, a multiple of the diffusion block.
+        prefill_chunk: prompt tokens per prefill call.
+        blocks_per_call: diffusion blocks of each request per compiled call.
+        max_length: prompt plus generated tokens; None: what the model declares.
+        device_kv_bytes: limit for KV on the device; None: no limit.
+    """
+
+    dual_cache: bool = False
+    kv_block: int = 64
+    prefill_chunk: int = 512
+    blocks_per_call: int = 1
+    max_length: int | None = None
+    device_kv_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_block", "prefill_chunk", "blocks_per_call"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockPlan:
+    """Static sizes of one batch.
+
+    Attributes:
+        aligned: whole diffusion blocks of each prompt, tokens.
+        chunk: prompt tokens per prefill call.
+        padded: prompt tokens that prefill runs.
+        num_blocks: M, KV blocks a sequence can hold.
+        cache_shape: of one layer, `[B, K, M, 2, P, H]`.
+        kv_bytes: of all layers.
+    """
+
+    aligned: tuple[int, ...]
+    chunk: int
+    padded: int
+    num_blocks: int
+    cache_shape: tuple[int, ...]
+    kv_bytes: int
+
+
+def check_block_size(config: ModelConfig, settings: BlockEngineConfig) -> None:
+    """Raises what `diffusion_of` does, and refuses sizes that do not fit together.
+
+    Raises:
+        NotImplementedError: a diffusion block that does not divide the KV block.
+    """
+    facts, _ = diffusion_of(config)
+    if settings.kv_block % facts.block_size:
+        raise NotImplementedError(
+            f"diffusion blocks of {facts.block_size} do not divide KV blocks of "
+            f"{settings.kv_block}: choose a kv_block that is a multiple"
+        )
+
+
+def plan_blocks(
+    config: ModelConfig,
+    settings: BlockEngineConfig,
+    prompts: Sequence[Sequence[int]],
+    requests: Sequence[SamplingParams],
+    dtype: jnp.dtype,
+) -> BlockPlan:
+    """Checks a batch against the model's limits and works out its sizes.
+
+    Raises:
+        ValueError: no prompt, an empty prompt, a token outside the vocabulary, or a length beyond
+            the model's or the engine's limit.
+    """
+    if not prompts:
+        raise ValueError("no prompt: the batch is empty")
+    limit = settings.max_length or config.max_position_embeddings
+    width, size = diffusion_of(config)[0].block_size, settings.kv_block
+    canvas = 0
+    for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        if not len(prompt):
+            raise ValueError(f"prompt {row} is empty: at least one token is needed")
+        bad = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
+        if bad is not None:
+            raise ValueError(
+                f"prompt {row} holds token {bad}, outside the vocabulary of {config.vocab_size}"
+            )
+        needed = -(-(len(prompt) + request.max_new_tokens) // width) * width
+        if needed > limit:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens and asks for {request.max_new_tokens} "
+                f"more: in blocks of {width} these are {needed}, over the limit of {limit} tokens"
+            )
+        canvas = max(canvas, needed)
+    aligned = tuple(len(prompt) // width * width for prompt in prompts)
+    longest = -(-max(aligned) // size) * size
+    chunk = max(min(settings.prefill_chunk // size * size, longest), size)
+    padded = -(-longest // chunk) * chunk
+    num_blocks = -(-max(canvas, padded) // size)
+    shape = (len(prompts), config.num_kv_heads, num_blocks, 2, size, config.head_dim)
+    total = config.num_layers * int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+    return BlockPlan(aligned, chunk, padded, num_blocks, shape, total)
