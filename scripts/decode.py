@@ -23,6 +23,8 @@ from sparda_jax.cli import (
     add_policy_options,
     gibibytes,
     guarded,
+    load_model,
+    load_selector,
     note,
     policy,
     read_text,
@@ -30,8 +32,6 @@ from sparda_jax.cli import (
 
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-CALIBRATION_TOKENS = 2048  # InfiniGen's, as published
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -200,39 +200,6 @@ def settings(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     return sparse, config, sampling
 
 
-def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Model and tokenizer."""
-    import jax
-    import jax.numpy as jnp
-
-    from sparda_jax.checkpoints.load import load_pretrained
-
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(dtype), cache_dir=args.cache_dir)
-    if tokenizer is None:
-        raise ValueError(f"no tokenizer.json in {args.model}")
-    return model, tokenizer
-
-
-def load_selector(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What the mode needs besides the model, by the engine's name for it."""
-    if args.mode == "sparda":
-        from sparda_jax.forecast.files import load_forecast
-
-        forecast, _ = load_forecast(args.forecast, model, verify_base=args.verify_forecast)
-        return {"forecast": forecast}
-    if args.mode == "infinigen":
-        import jax.numpy as jnp
-
-        from sparda_jax.assets import load_python_topics
-        from sparda_jax.sparse.infinigen import calibrate
-
-        length = min(CALIBRATION_TOKENS, model.config.max_position_embeddings)
-        text = tokenizer.encode(load_python_topics()[: 16 * length])[:length]
-        return {"infinigen": calibrate(model, jnp.asarray([text], jnp.int32))}
-    return {}
-
-
 def stream(generation: Any, tokenizer: Any, stops: tuple[int, ...], quiet: bool) -> bool:
     """Runs a generation and prints text as it comes; False when it was interrupted."""
     from sparda_jax.engine.interrupt import DeferredInterrupt
@@ -322,7 +289,7 @@ def run(args: argparse.Namespace) -> int:
     # Settings and files first: a mistake in them should not wait for the weights.
     sparse, config, sampling = settings(args)
     prompt_texts = read_prompts(args)
-    model, tokenizer = load(args)
+    model, tokenizer = load_model(args)
     prompts = encode_prompts(args, prompt_texts, tokenizer)
 
     from sparda_jax.engine.generate import Engine

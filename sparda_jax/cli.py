@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
+CALIBRATION_TOKENS = 2048  # InfiniGen's, as published
+
 _ERRORS = (ValueError, ArithmeticError, OSError, RuntimeError, ImportError, MemoryError)
 _GEOMETRY = {
     "block_size": "tokens per KV block",
@@ -96,6 +98,52 @@ def policy(args: argparse.Namespace, base: SparseConfig) -> SparseConfig:
 
     fields = {name: getattr(base.geometry, name) for name in _GEOMETRY} | given(_GEOMETRY)
     return dataclasses.replace(base, geometry=BlockGeometry(**fields), **given(_RULES))
+
+
+def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Model and tokenizer.
+
+    Args:
+        args: `model`, `dtype` (None: what suits the device), `cache_dir`.
+
+    Raises:
+        ValueError: no tokenizer.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from sparda_jax.checkpoints.load import load_pretrained
+
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(dtype), cache_dir=args.cache_dir)
+    if tokenizer is None:
+        raise ValueError(f"no tokenizer.json in {args.model}")
+    return model, tokenizer
+
+
+def load_selector(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What the mode needs besides the model, by the engine's name for it.
+
+    Args:
+        args: `mode`, `forecast`, `verify_forecast`.
+        model: the decoder.
+        tokenizer: its tokenizer.
+    """
+    if args.mode == "sparda":
+        from sparda_jax.forecast.files import load_forecast
+
+        forecast, _ = load_forecast(args.forecast, model, verify_base=args.verify_forecast)
+        return {"forecast": forecast}
+    if args.mode == "infinigen":
+        import jax.numpy as jnp
+
+        from sparda_jax.assets import load_python_topics
+        from sparda_jax.sparse.infinigen import calibrate
+
+        length = min(CALIBRATION_TOKENS, model.config.max_position_embeddings)
+        text = tokenizer.encode(load_python_topics()[: 16 * length])[:length]
+        return {"infinigen": calibrate(model, jnp.asarray([text], jnp.int32))}
+    return {}
 
 
 def note(text: str) -> None:
