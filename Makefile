@@ -32,7 +32,7 @@ lint: setup
 	$(BIN)/mypy
 
 setup:
-	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf,test
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf,test,eval
 
 clean:
 	rm -rf $(VENV) $(VENV).lock .venv-smoke .venv-smoke.lock .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
