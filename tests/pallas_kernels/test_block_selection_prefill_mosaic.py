@@ -73,43 +73,6 @@ def test_equals_reference(group, settings):
     np.testing.assert_array_equal(got.count, expected.count)
 
 
-@pytest.mark.parametrize("kind", ["multi_head", "forecast"])
-def test_reference_case(load_case, kind):
-    """The reference is tested against the case; kernel and reference agree on its data."""
-    params, a = load_case("selection/real_gqa16_S300_bf16")
-    b, s, c, k = (params[n] for n in ("batch", "seq_len", "num_compressed_keys", "num_kv_heads"))
-    geometry = BlockGeometry(*(params[n] for n in ("block_size", "kernel_size", "kernel_stride")))
-    widened = lambda x: jnp.pad(
-        jnp.asarray(x, jnp.bfloat16), [(0, 0)] * 3 + [(0, 64 - params["head_dim"])]
-    )
-    last = slice(s - 2, s)
-    queries = a["q"].reshape(b, s, -1, params["head_dim"])
-    queries = queries if kind == "multi_head" else a["forecast_q"]
-    positions = np.arange(s)[None, last]
-    windows = geometry.complete_windows if kind == "multi_head" else geometry.started_windows
-    compressed = a["compressed_k"].reshape(b, c, k, -1).transpose(0, 2, 1, 3)
-    arguments = (
-        widened(queries[:, last]),
-        widened(compressed),
-        jnp.asarray(positions // geometry.block_size, jnp.int32),
-        jnp.asarray(np.minimum(windows(positions), c), jnp.int32),
-    )
-    rules = {
-        "num_blocks": params["n_blocks"],
-        "geometry": geometry,
-        "init_blocks": params["init_blocks"],
-        "local_blocks": params["local_blocks"],
-        "budget": params["topk"],
-    }
-    if kind == "multi_head":
-        rules["scale"] = params["head_dim"] ** -0.5
-    select = select_blocks_multi_head if kind == "multi_head" else select_blocks_forecast
-    expected = select(*arguments, **rules, implementation="xla")
-    with interpret.simulated():
-        got = jax.block_until_ready(select(*arguments, **rules, implementation="mosaic"))
-    np.testing.assert_array_equal(got.ids, expected.ids)
-
-
 def test_choice_of_ties_infinities_and_poison():
     rng = np.random.default_rng(0)
     blocks, limit = 70, 10

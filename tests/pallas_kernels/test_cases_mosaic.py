@@ -1,9 +1,11 @@
-"""The reference cases through the kernels, simulated with race detection.
+"""The reference cases through the kernels: on a GPU all, else some, simulated with race detection.
 
 The cases are float32 with heads of 8 or 16 numbers; the kernels get them as bfloat16, zeros up to
 64.  Attention is held against the case itself; selection against the reference on the same
 rounded data, since rounding decides near ties (the reference is held against the cases).
 """
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 TOKENS = 8
+
+
+def kernels():
+    """Where the kernels run."""
+    on_gpu = jax.default_backend() == "gpu"
+    return contextlib.nullcontext() if on_gpu else interpret.simulated()
+
+
+def on_gpu(*values):
+    """Arguments of a test that would be slow to simulate and shows no other branch."""
+    return pytest.param(*values, marks=pytest.mark.gpu)
 
 
 def widened(x):
@@ -40,25 +53,37 @@ def in_blocks(keys, values, p):
     return tokens.reshape(-1, p, *tokens.shape[1:]).transpose(2, 0, 3, 1, 4)
 
 
-@pytest.mark.parametrize("name", ["prefill_b64_S300", "prefill_b16_S77_bias"])
-def test_prefill_attention(load_case, name):
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("prefill_b64_S300", TOKENS),
+        ("prefill_b16_S77_bias", TOKENS),
+        on_gpu("prefill_b16_S50_mqa_empty_row", 50),
+        on_gpu("prefill_b64_S300", 300),
+        on_gpu("prefill_b16_S77_bias", 77),
+        on_gpu("prefill_b16_S100", 100),
+    ],
+)
+def test_prefill_attention(load_case, name, tokens):
     params, a = load_case(f"sparse_attention/{name}")
     p, s = params["block_size"], params["seq_len"]
     kv = in_blocks(a["k"], a["v"], p)
-    bias, expected = None, a["out"]
+    bias, expected, expected_lse = None, a["out"], a["lse"]
     if "bias" in a:
         bias = np.pad(a["bias"], [(0, kv.shape[1] * p - s), (0, 0)])
         bias = jnp.asarray(bias.reshape(-1, p, bias.shape[1]).transpose(2, 0, 1))[None]
-        expected = a["out_biased"]
-    with interpret.simulated():
-        out = block_sparse_attention(
-            widened(a["q"][None, -TOKENS:]), widened(kv[None]),
-            jnp.asarray(a["selected"][None, :, -TOKENS:]),
-            jnp.arange(s - TOKENS, s, dtype=jnp.int32)[None],
-            scale=params["scale"], key_bias=bias, implementation="mosaic",
+        expected, expected_lse = a["out_biased"], None
+    with kernels():
+        out, lse = block_sparse_attention(
+            widened(a["q"][None, -tokens:]), widened(kv[None]),
+            jnp.asarray(a["selected"][None, :, -tokens:]),
+            jnp.arange(s - tokens, s, dtype=jnp.int32)[None],
+            scale=params["scale"], key_bias=bias, return_lse=True, implementation="mosaic",
         )  # fmt: skip
         jax.block_until_ready(out)
-    assert close(out[0], expected[-TOKENS:])
+    assert close(out[0], expected[-tokens:])
+    if expected_lse is not None:
+        np.testing.assert_allclose(lse[0], expected_lse[-tokens:], atol=3e-2)
 
 
 @pytest.mark.parametrize("name", ["decode_b16", "decode_b64_gqa16"])
@@ -74,7 +99,7 @@ def test_decode_attention(load_case, name):
     selected = a["selected"].swapaxes(0, 1)
     slot_ids = np.where(selected != last[:, None, None], selected, -1)
     mask = np.arange(p) <= (np.asarray(lens) - 1 - last * p)[:, None, None]
-    with interpret.simulated():
+    with kernels():
         out, lse = pool_attention(
             widened(a["q"][:, None]), widened(kv), jnp.asarray(slot_ids, jnp.int32),
             widened(kv[np.arange(len(lens)), :, last]), jnp.asarray(mask),
@@ -89,10 +114,20 @@ def test_decode_attention(load_case, name):
     ("name", "selector", "tokens"),
     [
         ("full_params_decode_S7001", "multi_head", 1),
-        ("full_params_decode_S7001", "forecast", 1),
+        on_gpu("full_params_decode_S7001", "forecast", 1),
         ("small_S100", "forecast", 1),
         ("real_S32", "multi_head", 1),  # a single compressed key
-        ("real_S1000", "forecast", 2),
+        ("real_gqa16_S300_bf16", "forecast", 2),
+        ("real_gqa16_S300_bf16", "multi_head", 2),
+        *(
+            on_gpu(name, selector, tokens)
+            for name, tokens in (
+                [("real_S1000", 1000), ("real_gqa16_S300_bf16", 300), ("small_batch2_mqa_S63", 63)]
+                + [(f"real_S{s}", s) for s in (31, 32, 47, 79, 95, 300)]
+                + [(f"small_S{s}", s) for s in (7, 8, 11, 19, 31, 100)]
+            )
+            for selector in ("forecast", "multi_head")
+        ),
     ],
 )
 def test_selection(load_case, name, selector, tokens):
@@ -123,7 +158,7 @@ def test_selection(load_case, name, selector, tokens):
     if selector == "multi_head":
         select, rules["scale"] = select_blocks_multi_head, h**-0.5
     expected = select(*arguments, **rules, implementation="xla")
-    with interpret.simulated():
+    with kernels():
         got = jax.block_until_ready(select(*arguments, **rules, implementation="mosaic"))
     np.testing.assert_array_equal(got.ids, expected.ids)
     np.testing.assert_array_equal(got.count, expected.count)
