@@ -100,29 +100,80 @@ def plan_batch(
     limit = config.max_length or model.max_position_embeddings
     needed = 0
     for row, (prompt, request) in enumerate(zip(prompts, sampling, strict=True)):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {row} is empty: at least one token is needed")
-        bad = next((token for token in prompt if not 0 <= token < model.vocab_size), None)
-        if bad is not None:
-            raise ValueError(
-                f"prompt {row} holds token {bad}, outside the vocabulary of {model.vocab_size}"
-            )
-        total = len(prompt) + request.max_new_tokens
-        if total > limit:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens and asks for {request.max_new_tokens} "
-                f"more: {total} exceed the limit of {limit} tokens"
-            )
-        needed = max(needed, total)
+        check_request(f"prompt {row}", prompt, request, model, limit)
+        needed = max(needed, len(prompt) + request.max_new_tokens)
     longest = _round_up(max(len(prompt) for prompt in prompts), config.length_step)
     chunk = min(config.prefill_chunk, longest)
     padded = _round_up(longest, chunk)
+    capacity = max(_round_up(needed, config.length_step), padded)
+    return plan_sizes(
+        model,
+        sparse,
+        config,
+        batch=len(prompts),
+        padded_length=padded,
+        num_blocks=int(sparse.geometry.num_blocks(capacity)),
+        dtype=dtype,
+        partial_channels=partial_channels,
+    )
+
+
+def check_request(
+    name: str, prompt: Sequence[int], request: SamplingParams, model: ModelConfig, limit: int
+) -> None:
+    """Checks one request against the model's limits.
+
+    Args:
+      name: of the prompt, for the message.
+      prompt: token ids.
+      request: its settings.
+      model: shape of the model.
+      limit: tokens that prompt and answer may have together.
+
+    Raises:
+      ValueError: an empty prompt, a token outside the vocabulary, or a length beyond the limit.
+    """
+    if len(prompt) == 0:
+        raise ValueError(f"{name} is empty: at least one token is needed")
+    bad = next((token for token in prompt if not 0 <= token < model.vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"{name} holds token {bad}, outside the vocabulary of {model.vocab_size}")
+    total = len(prompt) + request.max_new_tokens
+    if total > limit:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens and asks for {request.max_new_tokens} "
+            f"more: {total} exceed the limit of {limit} tokens"
+        )
+
+
+def plan_sizes(
+    model: ModelConfig,
+    sparse: SparseConfig,
+    config: EngineConfig,
+    *,
+    batch: int,
+    padded_length: int,
+    num_blocks: int,
+    dtype: jnp.dtype,
+    partial_channels: int = 0,
+) -> BatchPlan:
+    """Works out the sizes of a batch.
+
+    Args:
+      model: shape of the model.
+      sparse: selection rules.
+      config: how batches are run.
+      batch: B.
+      padded_length: prompt tokens after padding.
+      num_blocks: M, KV blocks a sequence can hold.
+      dtype: of weights and KV.
+      partial_channels: see `plan_batch`.
+    """
     geometry = sparse.geometry
-    num_blocks = int(geometry.num_blocks(max(_round_up(needed, config.length_step), padded)))
     size = jnp.dtype(dtype).itemsize
     token = model.num_kv_heads * model.head_dim * size  # one key or value row of all KV heads
     block = 2 * geometry.block_size * token
-    full = model.num_layers * len(prompts) * num_blocks * block
+    full = model.num_layers * batch * num_blocks * block
     selected, slots, host = 0, 0, 0
     if config.mode == "dense":
         device = full
@@ -141,16 +192,16 @@ def plan_batch(
             device += slots * block
         else:
             device += num_blocks * block
-        device *= model.num_layers * len(prompts)
+        device *= model.num_layers * batch
         partial = num_blocks * geometry.block_size * model.num_kv_heads * partial_channels * size
-        device += (model.num_layers - 1) * len(prompts) * partial
+        device += (model.num_layers - 1) * batch * partial
     layer = full // model.num_layers
-    hidden = len(prompts) * padded * model.hidden_size * size
+    hidden = batch * padded_length * model.hidden_size * size
     if config.mode == "sparda":
-        hidden += len(prompts) * padded * token  # Forecast queries of all tokens
+        hidden += batch * padded_length * token  # Forecast queries of all tokens
     return BatchPlan(
-        batch=len(prompts),
-        padded_length=padded,
+        batch=batch,
+        padded_length=padded_length,
         num_blocks=num_blocks,
         selected=selected,
         slots=slots,
