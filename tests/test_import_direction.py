@@ -18,6 +18,7 @@ RANKS = {
     "models": 1,
     "checkpoints": 1,
     "sparse": 1,
+    "training": 2,
     "forecast": 2,
     "engine": 2,
     "diffusion": 3,

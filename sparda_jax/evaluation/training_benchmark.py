@@ -73,7 +73,7 @@ def workloads() -> dict[str, Workload]:
         tie_word_embeddings=True,
     )
     policy = SparseConfig(init_blocks=1, local_blocks=32, budget_blocks=96)
-    large = ModelConfig.minicpm4_1_8b()
+    large = ModelConfig.preset("minicpm4.1-8b")
     return {
         "smollm2-135m/8K": Workload(small, SparseConfig(), 8192, 16, 4),
         "minicpm4.1-8b/64K": Workload(large, policy, 65536, 1, 1, 10 * PUBLISHED),
@@ -91,7 +91,7 @@ def rows(name: str, workload: Workload, *, steps: int, folder: str) -> Iterator[
     """
     model = Decoder.random(workload.model, dtype=jnp.bfloat16)
     config = TrainConfig(
-        LossConfig(workload.sparse), batch=workload.batch, micro_batch=workload.micro_batch
+        batch=workload.batch, micro_batch=workload.micro_batch, loss=LossConfig(workload.sparse)
     )
     shape = (workload.batch, workload.window)
     tokens = np.random.default_rng(0).integers(0, workload.model.vocab_size, shape, np.int32)

@@ -18,9 +18,10 @@ from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.forecast import training
 from sparda_jax.forecast.data import Windows, pack
 from sparda_jax.forecast.loss import LossConfig
-from sparda_jax.forecast.step import TrainConfig, learning_rate_of
+from sparda_jax.forecast.step import TrainConfig
 from sparda_jax.forecast.training import Trainer, TrainingDiverged
 from sparda_jax.models import Decoder
+from sparda_jax.training.config import learning_rate_of
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ModelConfig(
@@ -39,7 +40,7 @@ CONFIG = ModelConfig(
 )
 SPARSE = SparseConfig(BlockGeometry(8, 4, 2), init_blocks=1, local_blocks=1, budget_blocks=8)
 TRAIN = TrainConfig(
-    LossConfig(SPARSE), steps=100, batch=2, learning_rate=5e-3, save_every=50, eval_every=100
+    loss=LossConfig(SPARSE), steps=100, batch=2, learning_rate=5e-3, save_every=50, eval_every=100
 )
 
 

@@ -1,0 +1,1 @@
+"""Training machinery: optimizer steps over micro-batches and devices, a run in a folder."""
