@@ -112,7 +112,7 @@ def offload(arguments: argparse.Namespace) -> None:
         arguments.context, arguments.batch, arguments.hit_rate, arguments.calls
     )
     rows = offload_benchmark.rows(
-        ModelConfig.minicpm4_1_8b(),
+        ModelConfig.preset("minicpm4.1-8b"),
         SparseConfig(init_blocks=1, local_blocks=32, budget_blocks=96),
         workload,
         arguments.modes,

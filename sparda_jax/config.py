@@ -41,6 +41,8 @@ class SparseConfig:
             forced besides, so `local_blocks + 1` recent blocks are.
         budget_blocks: R, blocks selected per query and KV head; R*P tokens.
         dense_len: a sequence with fewer tokens than this is attended densely; 0 never.
+        query_blocks: of the budget, the blocks that the query chooses; the rest of it goes to the
+            most important ones whatever the query (NOSA). None: the query chooses all.
     """
 
     geometry: BlockGeometry = field(default_factory=lambda: BlockGeometry(64, 32, 16))
@@ -48,10 +50,17 @@ class SparseConfig:
     local_blocks: int = 8
     budget_blocks: int = 24
     dense_len: int = 0
+    query_blocks: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("init_blocks", "local_blocks", "dense_len"):
             require_at_least(name, getattr(self, name), 0)
+        if self.query_blocks is not None:
+            require(
+                self.forced_blocks <= self.query_blocks <= self.budget_blocks,
+                f"query_blocks {self.query_blocks} must be in [{self.forced_blocks}, "
+                f"{self.budget_blocks}], from the forced blocks to the budget",
+            )
         require(
             self.budget_blocks >= self.forced_blocks,
             f"budget of {self.budget_blocks} blocks is smaller than the {self.forced_blocks} forced"
@@ -71,7 +80,7 @@ class SparseConfig:
     def with_all_blocks(self, length: int) -> SparseConfig:
         """The same rules with a budget that covers `length` tokens: dense attention by blocks."""
         blocks = max(int(self.geometry.num_blocks(length)), self.forced_blocks)
-        return dataclasses.replace(self, budget_blocks=blocks)
+        return dataclasses.replace(self, budget_blocks=blocks, query_blocks=None)
 
 
 @dataclass(frozen=True)
@@ -83,16 +92,21 @@ class SamplingParams:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the fewest likeliest tokens whose probability reaches this; 1 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest one; 0 keeps all.
         seed: of this request's own random stream.
         stop_token_ids: generation ends when one is drawn.
+        logprobs: report the log-probability of each token drawn, and of so many likeliest ones;
+            None: no log-probabilities. They are the model's, before temperature and filters.
     """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         require_at_least("max_new_tokens", self.max_new_tokens, 1)
@@ -102,10 +116,13 @@ class SamplingParams:
         )
         require_at_least("top_k", self.top_k, 0)
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
         require(0 <= self.seed < 2**32, f"seed must be in [0, 2**32), got {self.seed}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             require_at_least("stop token id", token, 0)
+        if self.logprobs is not None:
+            require_at_least("logprobs", self.logprobs, 0)
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,8 @@ class EngineConfig:
             batches of like length share compiled programs; 1: as little as fits.
         steps_per_call: tokens per compiled decode call; at most the block size when offloaded,
             which the engine checks, since the block size is the selection's.
+        top_logprobs: likeliest tokens whose log-probabilities a request may ask for; part of the
+            compiled step.
         max_length: prompt plus generated tokens; None: what the model declares. It also fixes
             the RoPE table.
         device_kv_bytes: limit for KV on the device; None: no limit.
@@ -141,6 +160,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     length_step: int = 1
     steps_per_call: int = 8
+    top_logprobs: int = 0
     max_length: int | None = None
     device_kv_bytes: int | None = None
     host_kv_bytes: int | None = None
@@ -153,6 +173,7 @@ class EngineConfig:
         require_at_least("prefill_chunk", self.prefill_chunk, 1)
         require_at_least("length_step", self.length_step, 1)
         require_at_least("steps_per_call", self.steps_per_call, 1)
+        require_at_least("top_logprobs", self.top_logprobs, 0)
         for name in ("max_length", "device_kv_bytes", "host_kv_bytes"):
             value = getattr(self, name)
             if value is not None:

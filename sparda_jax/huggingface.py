@@ -165,6 +165,8 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
         head_dim = hidden // heads
     attention_bias = bool(config.get("attention_bias", False))
+    if family == "llama" and attention_bias and _is_nosa(config):
+        raise NotImplementedError("model config: attention_bias = True is not supported for NOSA")
     minicpm, qwen2 = family == "minicpm", family in ("qwen2", "fast_dllm")
     return ModelConfig(
         family=family,
@@ -189,9 +191,14 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         logit_divisor=hidden / _number(config, "dim_model_base") if minicpm else 1.0,
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=_stop_ids(config, family),
+        kv_importance=family == "llama" and _is_nosa(config),
         moe=_moe_config(config) if family == "llada2" else None,
         diffusion=_diffusion_config(config, family) if family in _DIFFUSION else None,
     )
+
+
+def _is_nosa(config: Mapping[str, Any]) -> bool:
+    return "SparseLlamaForCausalLM" in (config.get("architectures") or ())
 
 
 def _moe_config(config: Mapping[str, Any]) -> MoeConfig:

@@ -5,7 +5,6 @@ Import these from `sparda_jax.config`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -168,6 +167,9 @@ class ModelConfig:
         logit_divisor: the normed hidden state is divided by it (MiniCPM D/dim_model_base).
         bos_token_id: None where the checkpoint names none.
         eos_token_ids: every id that ends a generation.
+        kv_importance: values say how important their token is, a bias of attention and the second
+            stage of selection (NOSA; `sparda_jax.sparse.nosa`). The loader also sets it where the
+            weights are there.
         moe: mixture of experts in place of the MLP; None: a plain MLP in every layer.
         diffusion: for block diffusion checkpoints; None: autoregressive.
     """
@@ -193,6 +195,7 @@ class ModelConfig:
     logit_divisor: float = 1.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    kv_importance: bool = False
     moe: MoeConfig | None = None
     diffusion: DiffusionConfig | None = None
 
@@ -247,58 +250,17 @@ class ModelConfig:
         return parse_model_config(config)
 
     @classmethod
-    def minicpm4_1_8b(cls, *, tie_word_embeddings: bool = False) -> ModelConfig:
-        """Shapes of MiniCPM4.1-8B for benchmarks, taken from our specification.
+    def preset(cls, name: str) -> ModelConfig:
+        """Shape of a published model, for benchmarks and synthetic weights.
 
-        Source: spec/sparda.md, sec. 1.1 and 1.3 (read there from the public SparDA code, not from
-        the checkpoint). For real weights read the checkpoint's own config.json instead.
+        Args:
+            name: one of `sparda_jax.presets.PRESETS`.
+
+        Raises:
+            ValueError: no such name.
         """
-        layers, hidden = 32, 4096
-        return cls(
-            family="minicpm",
-            vocab_size=73448,
-            hidden_size=hidden,
-            intermediate_size=16384,
-            num_layers=layers,
-            num_heads=32,
-            num_kv_heads=2,
-            head_dim=128,
-            rope=RopeConfig(
-                head_dim=128,
-                kind="longrope",
-                original_max_position_embeddings=65536,
-                short_factor=_MINICPM4_1_FACTORS,
-                long_factor=_MINICPM4_1_FACTORS,
-            ),
-            max_position_embeddings=65536,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=tie_word_embeddings,
-            embedding_scale=12.0,
-            residual_scale=1.4 / math.sqrt(layers),
-            logit_divisor=hidden / 256,
-            bos_token_id=1,
-            eos_token_ids=(2, 73440),
-        )
+        from sparda_jax.presets import PRESETS
 
-
-# LongRoPE divisors of MiniCPM4.1-8B, spec/sparda.md sec. 1.3.
-# fmt: off
-_MINICPM4_1_FACTORS = (
-    0.9982316082870437, 1.033048153422584, 1.0749920956484724, 1.1255096879436193,
-    1.1863348602111476, 1.259543828902579, 1.3476188888731149, 1.4535223827776373,
-    1.5807816745852985, 1.7335856049489526, 1.9168922912975785, 2.1365471404135326,
-    2.3994084200118646, 2.713475511863602, 3.0880118452194134, 3.533650295140154,
-    4.062463396503134, 4.687974098908333, 5.425075306704039, 6.289818967956352,
-    7.29902962722721, 8.6357018163639, 10.210822723989212, 12.053807765671676,
-    14.193944598909404, 16.65780676784363, 19.463620727694074, 22.628311203524586,
-    26.150106147261315, 30.02526691405111, 34.23183327975347, 38.73811934094828,
-    43.502489489729555, 48.47627117965394, 53.61139491762471, 58.857366522037935,
-    64.16798299215064, 69.51359464319125, 74.86555458220285, 80.21497790341579,
-    85.55322183307433, 90.89611806932027, 96.26245306514224, 101.68269304046481,
-    107.18619510219668, 112.82253283014026, 118.63764063163615, 119.88866203644656,
-    120.9462882391725, 121.837565139014, 122.58663780572562, 123.2147719894291,
-    123.74049454862576, 124.17980424685767, 124.54641761955492, 124.85202548028222,
-    125.10654406389756, 125.31835105170659, 125.49450117164764, 125.64091910903052,
-    125.76256945356558, 125.86360463815589, 125.94749252260765, 126.01712561287873,
-)
-# fmt: on
+        if name not in PRESETS:
+            raise ValueError(f"unknown model {name!r}, expected one of {', '.join(PRESETS)}")
+        return cls.from_huggingface(PRESETS[name])

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from sparda_jax.checkpoints.names import Path, Stored, is_buffer, layout, published_name
+from sparda_jax.checkpoints.names import IMPORTANCE, Path, Stored, is_buffer, layout, published_name
 from sparda_jax.config import ModelConfig
 from sparda_jax.models.decoder import Decoder
 
@@ -78,11 +78,15 @@ class ArraySource:
         return self.arrays[name][index]
 
 
-def with_head_decided(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
-    """Where the config does not say whether the head is tied, `lm_head.weight` does."""
-    if config.tie_word_embeddings is not None:
-        return config
-    return dataclasses.replace(config, tie_word_embeddings="lm_head.weight" not in set(names))
+def completed(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
+    """What the config does not say, the tensors do: a tied head, NOSA's importance."""
+    names = set(names)
+    tied = config.tie_word_embeddings
+    return dataclasses.replace(
+        config,
+        tie_word_embeddings="lm_head.weight" not in names if tied is None else tied,
+        kv_importance=config.kv_importance or any(map(IMPORTANCE.match, names)),
+    )
 
 
 def abstract_parameters(
@@ -104,7 +108,7 @@ def check_headers(config: ModelConfig, found: Mapping[str, TensorHeader]) -> dic
     """Compares a checkpoint's tensors with what the model needs.
 
     Args:
-        config: with `tie_word_embeddings` decided.
+        config: with nothing left open; see `completed`.
         found: every tensor of the checkpoint by its published name.
 
     Returns:
@@ -117,7 +121,7 @@ def check_headers(config: ModelConfig, found: Mapping[str, TensorHeader]) -> dic
     where = layout(config, shapes, found.keys())
     expected = {name: stored.shape for stored in where.values() for name in stored.names}
     found = {name: header for name, header in found.items() if not is_buffer(name)}
-    problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
+    problems = [f"missing {name}" for name in expected if name not in found]
     problems += [
         f"{_in(header)}unexpected {name}" for name, header in found.items() if name not in expected
     ]
@@ -154,7 +158,7 @@ def assemble(
     """A decoder from a checkpoint's tensors.
 
     Args:
-        config: the model; the head's tying may be left open.
+        config: the model; see `completed` for what may be left open.
         source: the checkpoint.
         dtype: of the parameters (a router's stay float32).
         check_finite: refuse NaN and infinity, also those that arise in the conversion.
@@ -166,7 +170,7 @@ def assemble(
             is read; with `check_finite`, those that are not finite afterwards.
     """
     headers = source.headers
-    config = with_head_decided(config, headers)
+    config = completed(config, headers)
     needed = {n: h for n, h in headers.items() if not _is_redundant_head(config, source, n)}
     where = check_headers(config, needed)
     graph, flat = _abstract(config, jnp.dtype(dtype))

@@ -26,6 +26,8 @@ _TABLE = {
     "layers.#.q_norm.scale": "model.layers.#.self_attn.q_norm.weight",
     "layers.#.k_norm.scale": "model.layers.#.self_attn.k_norm.weight",
     "layers.#.mlp_norm.scale": "model.layers.#.post_attention_layernorm.weight",
+    "layers.#.importance.scale": "model.layers.#.self_attn.A",
+    "layers.#.importance.delta.kernel": "model.layers.#.self_attn.delta.weight",
 }
 for _group, _target, _projections in (
     ("self_attn", "", "qkvo"),
@@ -52,6 +54,9 @@ for _name in ("gate", "up", "down"):
     _LLADA2[f"layers.#.mlp.shared.{_name}.kernel"] = f"model.layers.#.{_shared}.weight"
     _LLADA2[f"layers.#.mlp.experts.{_name}.kernel"] = f"model.layers.#.{_expert}.weight"
 
+# Tensors of one feature or another that a decoder can do without.
+IMPORTANCE = re.compile(r"model\.layers\.\d+\.self_attn\.(A|delta\.weight)$")
+FORECAST = re.compile(r"model\.layers\.\d+\.self_attn\.q_(future|curr)_proj\.weight$")
 # Buffers that old checkpoints carry along; they are recomputed from the config.
 _BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 

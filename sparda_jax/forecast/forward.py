@@ -15,6 +15,7 @@ from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse.forecast import check_lookahead, select_forecast, visible_windows
 from sparda_jax.sparse.infllm_v2 import select_prefill, to_blocks
+from sparda_jax.sparse.nosa import block_bias, block_importance
 from sparda_jax.typing import Array, Float, Int
 
 
@@ -97,15 +98,23 @@ def sparda_forward(
         kv = to_blocks(k, v, sparse.geometry.block_size)
         keys = kv[:, :, :, 0].reshape(*kv.shape[:2], -1, k.shape[-1])
         compressed = compress_keys(keys, sparse.geometry)
+        values_bias = layer.key_bias(v)
+        bias = importance = None
+        if values_bias is not None:
+            bias = block_bias(values_bias, sparse.geometry.block_size)
+            importance = block_importance(bias, lengths, sparse.geometry)
         ids = select_forecast(
             *(queries, compressed, positions, visible, sparse, kv.shape[2]),
             dense=dense,
             mask_future=mask_future,
+            importance=importance,
         ).ids
         if not forecast_prompt:
-            own = select_prefill(q, compressed, positions, lengths, sparse, kv.shape[2]).ids
+            own = select_prefill(
+                q, compressed, positions, lengths, sparse, kv.shape[2], importance
+            ).ids
             ids = jnp.where((positions < ends[:, None])[:, None, :, None], own, ids)
-        attention = cast(jax.Array, block_sparse_attention(q, kv, ids, positions))
+        attention = cast(jax.Array, block_sparse_attention(q, kv, ids, positions, key_bias=bias))
         selected.append(ids)
         queries = forecast.layers[index](normed, cos, sin)
         x = layer.finish(x, attention)

@@ -31,17 +31,30 @@ def dense_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     lengths: Int[Array, " B"] | None,
+    bias: Float[Array, "B T K"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal softmax(q k / sqrt(H)) v over the first `lengths` keys of each row."""
+    """Causal softmax(q k / sqrt(H) + bias) v over the first `lengths` keys of each row.
+
+    Args:
+        q: queries after RoPE.
+        k: keys.
+        v: values.
+        lengths: valid tokens of each row; None: all.
+        bias: added to the scores of a key (NOSA). No fused kernel serves then: the scores of all
+            pairs are held, which `chunk_attention` avoids.
+    """
+    group = q.shape[2] // k.shape[2]
+    fused = bias is None and cudnn_serves(q)
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
+        None if bias is None else jnp.repeat(bias.transpose(0, 2, 1), group, axis=1)[:, :, None],
         is_causal=True,
         scale=1 / math.sqrt(q.shape[-1]),
         query_seq_lengths=None if lengths is None else jnp.full_like(lengths, q.shape[1]),
         key_value_seq_lengths=lengths,
-        implementation="cudnn" if cudnn_serves(q) else "xla",
+        implementation="cudnn" if fused else "xla",
     )
 
 
@@ -67,6 +80,7 @@ def chunk_attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     positions: Int[Array, "B T"],
+    bias: Float[Array, "B S K"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention of some queries of a sequence over its cached keys.
 
@@ -79,6 +93,7 @@ def chunk_attention(
         k: keys, position s at row s; rows after the last position are not read as such.
         v: values.
         positions: absolute positions of the queries.
+        bias: added to the scores of a key, or None.
     """
     batch, count, _, width = q.shape
     length, heads = k.shape[1:3]
@@ -98,6 +113,9 @@ def chunk_attention(
         token = start + jnp.arange(tile, dtype=jnp.int32)
         seen = (token >= index * tile) & (token <= row_positions)
         scores = jnp.einsum("bkth,bksh->bkts", queries, keys)
+        if bias is not None:
+            rows = lax.dynamic_slice_in_dim(bias, start, tile, axis=1)
+            scores = scores + rows.transpose(0, 2, 1)[:, :, None].astype(jnp.float32)
         return online_softmax.add(carry, jnp.where(seen, scores, MASKED), values)
 
     tiles = jnp.max(positions) // tile + 1

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.models.attention import dense_attention, masked_attention
-from sparda_jax.models.layers import MLP, Linear, RMSNorm
+from sparda_jax.models.layers import MLP, Importance, Linear, RMSNorm
 from sparda_jax.models.moe import MoE
 from sparda_jax.models.rope import apply_rope, rope_at
 from sparda_jax.sparse.infllm_v2 import sparse_attention
@@ -33,6 +33,7 @@ class DecoderLayer(nnx.Module):
         o: N*H -> D.
         q_norm: over H, or None.
         k_norm: over H, or None.
+        importance: of keys, from their values (NOSA), or None.
         mlp_norm: before the MLP.
         mlp: SwiGLU, or a mixture of experts.
     """
@@ -49,6 +50,8 @@ class DecoderLayer(nnx.Module):
         self.o = Linear(wide, size, bias=config.output_bias, **make)
         self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if config.qk_norm else None
+        heads = (config.num_kv_heads, config.head_dim)
+        self.importance = Importance(*heads, rngs=rngs) if config.kv_importance else None
         self.mlp_norm = RMSNorm(size, eps, dtype=dtype)
         dense = config.moe is None or index < config.moe.dense_layers
         self.mlp: MLP | MoE = (
@@ -75,6 +78,10 @@ class DecoderLayer(nnx.Module):
         if self.q_norm is not None:
             q = self.q_norm(q)
         return apply_rope(q, cos, sin)
+
+    def key_bias(self, v: Float[Array, "B T K H"]) -> Float[Array, "B T K"] | None:
+        """What attention adds to the scores of each key, from its value (NOSA), or None."""
+        return None if self.importance is None else self.importance(v)
 
     def finish(
         self, x: Float[Array, "B T D"], attention: Float[Array, "B T N H"]
@@ -172,16 +179,19 @@ class Decoder(nnx.Module):
             raise ValueError("block selection needs positions 0 to T-1: leave `positions` out")
         if mask is not None and (lengths is not None or sparse is not None):
             raise ValueError("`mask` says what is attended: leave `lengths` and `sparse` out")
+        if mask is not None and self.config.kv_importance:
+            raise NotImplementedError("a mask with NOSA's importance bias is not supported")
         cos, sin = rope_at(self.config.rope, positions, limit)
         x = self.embed(tokens)
         for layer in self.layers:
             q, k, v = layer.qkv(x, cos, sin)
+            bias = layer.key_bias(v)
             if mask is not None:
                 attention = masked_attention(q, k, v, mask)
             elif sparse is None:
-                attention = dense_attention(q, k, v, lengths)
+                attention = dense_attention(q, k, v, lengths, bias)
             else:
-                attention = sparse_attention(q, k, v, positions, lengths, sparse)
+                attention = sparse_attention(q, k, v, positions, lengths, sparse, bias)
             x = layer.finish(x, attention)
         return x
 

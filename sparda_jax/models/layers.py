@@ -49,6 +49,31 @@ class RMSNorm(nnx.Module):
         return (wide * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype) * self.scale[...]
 
 
+class Importance(nnx.Module):
+    """NOSA's query-agnostic importance: `scale * softplus(delta v)`, v all KV heads' values.
+
+    In float32 whatever the model's dtype: it is added to attention scores (spec/sparda.md, sec. 2).
+
+    Attributes:
+        scale: `[K]`, the published A.
+        delta: K*H -> K.
+    """
+
+    def __init__(self, heads: int, width: int, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.ones((heads,)))
+        self.delta = Linear(
+            heads * width, heads, bias=False, dtype=jnp.dtype(jnp.float32), rngs=rngs
+        )
+
+    def __call__(self, v: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
+        """Bias of every token as a key, for each KV head."""
+        values = v.reshape(*v.shape[:2], -1).astype(jnp.float32)
+        x = jnp.matmul(values, self.delta.kernel[...], precision=jax.lax.Precision.HIGHEST)
+        # log(1 + e^x) without overflow, and without a nested jit (see `MLP`).
+        softplus = jnp.maximum(x, 0) + jax.lax.log1p(jax.lax.exp(-jax.lax.abs(x)))
+        return self.scale[...] * softplus
+
+
 class MLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.block_selection import Selection, select_blocks_forecast
 from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.config import SparseConfig
-from sparda_jax.sparse.infllm_v2 import selection_width
+from sparda_jax.sparse.nosa import first_stage, second_stage, selection_width
 from sparda_jax.typing import Array, Bool, Float, Int
 
 
@@ -61,6 +61,7 @@ def select_forecast(
     *,
     dense: Bool[Array, " B"] | None = None,
     mask_future: bool = True,
+    importance: Float[Array, "B K M"] | None = None,
 ) -> Selection:
     """Blocks of every token from its Forecast query, the visible keys being given.
 
@@ -74,6 +75,7 @@ def select_forecast(
         dense: rows that select all their blocks; None: none.
         mask_future: False lets a block after the query's own take a place, as the public code
             does: for tests against it only.
+        importance: see `select_prefill`.
 
     Returns:
         ids `[B, K, T, R]` with R = `selection_width`, and counts.
@@ -82,7 +84,8 @@ def select_forecast(
         ValueError: see `check_lookahead`.
     """
     check_lookahead(sparse)
-    return select_blocks_forecast(
+    stage = first_stage(sparse, importance)
+    chosen = select_blocks_forecast(
         forecast,
         compressed,
         positions // sparse.geometry.block_size,
@@ -91,10 +94,13 @@ def select_forecast(
         geometry=sparse.geometry,
         init_blocks=sparse.init_blocks,
         local_blocks=sparse.local_blocks,
-        budget=sparse.budget_blocks,
-        width=selection_width(sparse, num_blocks),
+        budget=stage.budget_blocks,
+        width=selection_width(stage, num_blocks),
         dense=dense,
         mask_future=mask_future,
+    )
+    return second_stage(
+        *(chosen, importance, positions, sparse, num_blocks), dense=dense, mask_future=mask_future
     )
 
 
@@ -107,6 +113,7 @@ def select_prefill_forecast(
     num_blocks: int,
     *,
     mask_future: bool = True,
+    importance: Float[Array, "B K M"] | None = None,
 ) -> Selection:
     """Blocks of every query token of a prompt or of a chunk of it.
 
@@ -120,6 +127,7 @@ def select_prefill_forecast(
         sparse: the policy.
         num_blocks: M, blocks that the cache can hold.
         mask_future: see `select_forecast`.
+        importance: see `select_prefill`.
     """
     # No row past its prompt's end is looked at: whatever such a padding row selects is dropped.
     visible = visible_windows(positions, lengths, sparse.geometry)
@@ -132,6 +140,7 @@ def select_prefill_forecast(
         num_blocks,
         dense=None if sparse.dense_len == 0 else lengths < sparse.dense_len,
         mask_future=mask_future,
+        importance=importance,
     )
 
 
@@ -141,6 +150,7 @@ def select_decode_forecast(
     lengths: Int[Array, " B"],
     sparse: SparseConfig,
     num_blocks: int,
+    importance: Float[Array, "B K M"] | None = None,
 ) -> Selection:
     """Blocks of the newest token of each sequence, from keys as they stood before its step.
 
@@ -150,6 +160,7 @@ def select_decode_forecast(
         lengths: tokens of the sequence, the newest included.
         sparse: the policy.
         num_blocks: M, blocks that the cache can hold.
+        importance: see `select_prefill`; from values as they stood before this step.
     """
     return select_forecast(
         forecast,
@@ -159,4 +170,5 @@ def select_decode_forecast(
         sparse,
         num_blocks,
         dense=None if sparse.dense_len == 0 else lengths < sparse.dense_len,
+        importance=importance,
     )

@@ -30,7 +30,7 @@ from sparda_jax.config import SparseConfig
 from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import rope_at
-from sparda_jax.sparse.infllm_v2 import selection_width
+from sparda_jax.sparse.nosa import selection_width
 from sparda_jax.typing import Array, Bool, Float, Int
 
 # Bound on one chunk of float32 token scores, [B, K, T, S].

@@ -13,18 +13,14 @@ from pallas_kernels.block_selection import Selection, select_blocks_multi_head
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
+from sparda_jax.sparse.nosa import (
+    block_bias,
+    block_importance,
+    first_stage,
+    second_stage,
+    selection_width,
+)
 from sparda_jax.typing import Array, Float, Int
-
-
-def selection_width(sparse: SparseConfig, num_blocks: int) -> int:
-    """R of the selections this policy makes: the budget, or more where rows may be dense.
-
-    A row is dense below `dense_len` tokens, so it has at most the blocks of `dense_len - 1`.
-    """
-    if sparse.dense_len == 0:
-        return sparse.budget_blocks
-    dense_blocks = int(sparse.geometry.num_blocks(sparse.dense_len - 1))
-    return max(sparse.budget_blocks, min(dense_blocks, num_blocks))
 
 
 def select_prefill(
@@ -34,6 +30,7 @@ def select_prefill(
     lengths: Int[Array, " B"],
     sparse: SparseConfig,
     num_blocks: int,
+    importance: Float[Array, "B K M"] | None = None,
 ) -> Selection:
     """Blocks of every query token of a prompt or of a chunk of it.
 
@@ -46,12 +43,14 @@ def select_prefill(
         lengths: tokens of the whole prompt, later chunks included; decides on `dense_len`.
         sparse: the policy.
         num_blocks: M, blocks that the cache can hold.
+        importance: of every block, for a policy with `query_blocks`; see `sparse.nosa`.
 
     Returns:
         ids `[B, K, T, R]` with R = `selection_width`, and counts.
     """
-    geometry = sparse.geometry
-    return select_blocks_multi_head(
+    geometry, stage = sparse.geometry, first_stage(sparse, importance)
+    dense = None if sparse.dense_len == 0 else lengths < sparse.dense_len
+    chosen = select_blocks_multi_head(
         q,
         compressed,
         positions // geometry.block_size,
@@ -60,10 +59,11 @@ def select_prefill(
         geometry=geometry,
         init_blocks=sparse.init_blocks,
         local_blocks=sparse.local_blocks,
-        budget=sparse.budget_blocks,
-        width=selection_width(sparse, num_blocks),
-        dense=None if sparse.dense_len == 0 else lengths < sparse.dense_len,
+        budget=stage.budget_blocks,
+        width=selection_width(stage, num_blocks),
+        dense=dense,
     )
+    return second_stage(chosen, importance, positions, sparse, num_blocks, dense=dense)
 
 
 def select_decode(
@@ -72,6 +72,7 @@ def select_decode(
     lengths: Int[Array, " B"],
     sparse: SparseConfig,
     num_blocks: int,
+    importance: Float[Array, "B K M"] | None = None,
 ) -> Selection:
     """Blocks of the newest token of each sequence.
 
@@ -83,8 +84,10 @@ def select_decode(
         lengths: tokens of the sequence, the newest included.
         sparse: the policy.
         num_blocks: M, blocks that the cache can hold.
+        importance: see `select_prefill`.
     """
-    return select_prefill(q, compressed, lengths[:, None] - 1, lengths, sparse, num_blocks)
+    positions = lengths[:, None] - 1
+    return select_prefill(q, compressed, positions, lengths, sparse, num_blocks, importance)
 
 
 def to_blocks(
@@ -105,8 +108,19 @@ def sparse_attention(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"] | None,
     sparse: SparseConfig,
+    bias: Float[Array, "B T K"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of a whole sequence over the blocks selected from its own keys."""
+    """Attention of a whole sequence over the blocks selected from its own keys.
+
+    Args:
+        q: queries after RoPE.
+        k: keys.
+        v: values.
+        positions: 0 to T-1.
+        lengths: valid tokens of each row; None: all.
+        sparse: the policy.
+        bias: added to the scores of a key, and its importance (NOSA); None: neither.
+    """
     batch, count = positions.shape
     if lengths is None:
         lengths = jnp.full((batch,), count, jnp.int32)
@@ -114,5 +128,9 @@ def sparse_attention(
     kv = to_blocks(k, v, geometry.block_size)
     # Of the filled-up keys: windows that reach past a query are invisible to it in any case.
     compressed = compress_keys(kv[:, :, :, 0].reshape(*kv.shape[:2], -1, k.shape[-1]), geometry)
-    selection = select_prefill(q, compressed, positions, lengths, sparse, num_blocks=kv.shape[2])
-    return cast(Array, block_sparse_attention(q, kv, selection.ids, positions))
+    blocks = None if bias is None else block_bias(bias, geometry.block_size)
+    importance = None if blocks is None else block_importance(blocks, lengths, geometry)
+    selection = select_prefill(
+        q, compressed, positions, lengths, sparse, kv.shape[2], importance=importance
+    )
+    return cast(Array, block_sparse_attention(q, kv, selection.ids, positions, key_bias=blocks))

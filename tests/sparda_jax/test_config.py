@@ -2,11 +2,11 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from pallas_kernels.geometry import BlockGeometry
+from sparda_jax.checkpoints.assemble import abstract_parameters
+from sparda_jax.checkpoints.names import layout
 from sparda_jax.config import EngineConfig, ModelConfig, RopeConfig, SamplingParams, SparseConfig
-from sparda_jax.models import Decoder
 
 LLAMA = {
     "model_type": "llama",
@@ -195,17 +195,45 @@ def test_minicpm_arithmetic():
     assert config.logit_divisor == 2
 
 
-def test_minicpm4_1_is_shaped_without_memory():
-    config = ModelConfig.minicpm4_1_8b()
+@pytest.mark.parametrize(
+    "name, tensors, parameters",
+    [
+        ("minicpm4.1-8b", 291, 8_185_253_888),  # spec, sec. 1.1: 8.185B
+        ("nosa-8b", 291 + 2 * 32, 8_185_253_888 + 32 * (2 + 2 * 256)),
+        ("sdar-1.7b-chat", 311, 2_031_739_904),
+        ("sdar-4b-chat", 399, 4_411_424_256),
+        ("sdar-8b-chat", 399, 8_190_735_360),
+        ("fast-dllm-v2-1.5b", 338, 1_543_714_304),
+        ("fast-dllm-v2-7b", 339, 7_615_616_512),
+        ("llada2.0-mini", 14_813, 16_255_643_392),
+        ("llama-3.1-8b", 291, 8_030_261_248),
+        ("qwen2.5-7b", 339, 7_615_616_512),
+        ("qwen3-8b", 399, 8_190_735_360),
+    ],
+)
+def test_presets_have_the_published_size_without_memory(name, tensors, parameters):
+    config = ModelConfig.preset(name)
+    shapes = abstract_parameters(config, jnp.bfloat16)
+    assert sum(leaf.size for leaf in shapes.values()) == parameters
+    stored = layout(config, {path: leaf.shape for path, leaf in shapes.items()}).values()
+    assert len({tensor for where in stored for tensor in where.names}) == tensors
+    # A router, and NOSA's importance, stay in float32.
+    wide = {path[-2] for path, leaf in shapes.items() if leaf.dtype != jnp.bfloat16}
+    assert wide <= {"router", "importance", "delta"}
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="unknown model 'gpt', expected one of minicpm4"):
+        ModelConfig.preset("gpt")
+
+
+def test_minicpm4_1_arithmetic():
+    config = ModelConfig.preset("minicpm4.1-8b")
     assert config.residual_scale == pytest.approx(0.247487, abs=1e-6)
     assert config.logit_divisor == 16
-    shapes = nnx.state(nnx.eval_shape(lambda: Decoder.random(config, dtype=jnp.bfloat16)))
-    leaves = [p.get_value() for _, p in nnx.to_flat_state(shapes)]
-    assert sum(leaf.size for leaf in leaves) == 8_185_253_888  # spec, sec. 1.1: 8.185B
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_configs_are_hashable_and_equal_by_value():
-    config = ModelConfig.minicpm4_1_8b()
+    config = ModelConfig.preset("minicpm4.1-8b")
     assert hash(config) == hash(dataclasses.replace(config))
     assert config == dataclasses.replace(config)

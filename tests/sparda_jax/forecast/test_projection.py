@@ -11,7 +11,7 @@ from sparda_jax.models import Decoder
 
 
 def test_share_of_the_parameters_of_the_8b_model():
-    config = ModelConfig.minicpm4_1_8b()
+    config = ModelConfig.preset("minicpm4.1-8b")
     model = nnx.eval_shape(lambda: Decoder.random(config, dtype=jnp.bfloat16))
     forecast = nnx.eval_shape(lambda: Forecast.random(config, dtype=jnp.bfloat16))
     # One of [4096, 256] a layer, and layer 0's own.
