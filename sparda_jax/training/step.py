@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -25,7 +24,7 @@ from sparda_jax.typing import Array, Int
 AXIS = "data"
 
 # Of one micro-batch `[B, T]`: the loss, and figures that are added up over all of them.
-Loss = Callable[[Decoder, nnx.State, Array], tuple[Array, Any]]
+Loss = Callable[[Decoder, Any, Array], tuple[Array, Any]]
 
 
 @jax.tree_util.register_dataclass
@@ -40,11 +39,11 @@ class TrainState:
     """
 
     step: Array
-    params: nnx.State
+    params: Any
     optimizer: optax.OptState
 
 
-def begin(params: nnx.State, config: RunConfig) -> TrainState:
+def begin(params: Any, config: RunConfig) -> TrainState:
     """The state before the first step."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer_of(config).init(params))
 
@@ -73,7 +72,7 @@ def optimizer_step(
         added up.
     """
 
-    def sums(model: Decoder, params: nnx.State, tokens: Array) -> Any:
+    def sums(model: Decoder, params: Any, tokens: Array) -> Any:
         """Of this device's windows, added up over the devices."""
 
         def one(micro: Array) -> Any:
@@ -98,6 +97,6 @@ def optimizer_step(
     count = len(tokens) * mesh.size
     gradient = jax.tree.map(lambda g: g / count, gradient)
     updates, optimizer = optimizer_of(config).update(gradient, state.optimizer, state.params)
-    params: nnx.State = optax.apply_updates(state.params, updates)  # type: ignore[assignment]
+    params = optax.apply_updates(state.params, updates)
     metrics = {"loss": value / count, "gradient_norm": optax.tree.norm(gradient)}
     return TrainState(state.step + 1, params, optimizer), metrics, figures
