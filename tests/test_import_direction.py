@@ -24,6 +24,10 @@ RANKS = {
     "diffusion": 3,
     "herald": 4,
     "evaluation": 5,
+    # Single modules above the bottom.
+    "pretrained": 3,
+    "cli": 5,
+    "__init__": 6,  # of sparda_jax: offers from_pretrained, and imports it when asked for
 }
 OPTIONAL = {"gguf", "huggingface_hub", "matplotlib", "lm_eval", "orbax", "torch", "transformers"}
 # XDG_CACHE_HOME in assets says, like HOME, where the user's files are.
@@ -62,7 +66,7 @@ class _OnImport(ast.NodeTransformer):
 
 def rank(parts: list[str]) -> int:
     """Rank of ["sparda_jax", part, ...]."""
-    if len(parts) < 2 or parts[1] in ("", "__init__"):
+    if len(parts) < 2 or parts[1] == "":
         return 0
     part = parts[1]
     if (ROOT / "sparda_jax" / part).is_dir() and part not in ("assets", *RANKS):

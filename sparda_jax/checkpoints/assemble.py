@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -18,12 +19,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
-from sparda_jax.checkpoints.names import IMPORTANCE, Path, Stored, is_buffer, layout, published_name
+from host_offload.memory import check_budget, free_device_bytes
+from sparda_jax.checkpoints.names import (
+    FORECAST,
+    IMPORTANCE,
+    Path,
+    Stored,
+    is_buffer,
+    layout,
+    published_name,
+)
 from sparda_jax.config import ModelConfig
 from sparda_jax.models.decoder import Decoder
+from sparda_jax.sharding import check_mesh, place_on
 
 SOURCE_DTYPES = ("bfloat16", "float16", "float32")
 # How many problems one message names.
@@ -47,6 +58,11 @@ class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     file: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 class TensorSource(Protocol):
@@ -152,29 +168,41 @@ def assemble(
     *,
     dtype: DTypeLike = jnp.float32,
     check_finite: bool = True,
-    place: Place | None = None,
+    mesh: Mesh | None = None,
+    importance: bool = True,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Decoder:
-    """A decoder from a checkpoint's tensors.
+    """A decoder from a checkpoint's tensors. Forecast tensors are passed over.
 
     Args:
         config: the model; see `completed` for what may be left open.
         source: the checkpoint.
         dtype: of the parameters (a router's stay float32).
         check_finite: refuse NaN and infinity, also those that arise in the conversion.
-        place: sharding of a parameter by path and shape; None: the default device.
+        mesh: where to put them; None: whole on the default device.
+        importance: False leaves NOSA's importance out, as the published dense variant does.
         progress: called with the bytes read, a device shard at a time.
 
     Raises:
-        ValueError: names missing, unexpected, misshapen and wrongly typed tensors before anything
-            is read; with `check_finite`, those that are not finite afterwards.
+        ValueError: before anything is read: names missing, unexpected, misshapen and wrongly typed
+            tensors; a mesh that does not divide the model; too little memory. With
+            `check_finite`, tensors that are not finite, afterwards.
     """
-    headers = source.headers
+    headers = {name: h for name, h in source.headers.items() if not FORECAST.match(name)}
     config = completed(config, headers)
-    needed = {n: h for n, h in headers.items() if not _is_redundant_head(config, source, n)}
-    where = check_headers(config, needed)
+    if config.kv_importance and not importance:
+        config = dataclasses.replace(config, kv_importance=False)
+        headers = {name: h for name, h in headers.items() if not IMPORTANCE.match(name)}
+    if mesh is not None:
+        check_mesh(config, mesh)
+    copy = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    check_headers(config, {name: h for name, h in headers.items() if name not in copy})
+    headers = {n: h for n, h in headers.items() if not _is_redundant_head(config, source, n)}
+    where = check_headers(config, headers)
     graph, flat = _abstract(config, jnp.dtype(dtype))
     parameters = dict(flat)
+    place = None if mesh is None else place_on(mesh)
+    _check_memory(parameters, place)
     values: dict[Path, jax.Array] = {}
     broken: dict[str, list[jax.Array]] = {}
     flying: deque[tuple[int, jax.Array]] = deque()
@@ -196,6 +224,22 @@ def assemble(
             raise ValueError(f"checkpoint is damaged: {'; '.join(problems[:_NAMED])}")
     state = [(path, p.replace(values.pop(path))) for path, p in parameters.items()]
     return nnx.merge(graph, nnx.from_flat_state(state))
+
+
+def _check_memory(parameters: Mapping[Path, Any], place: Place | None) -> None:
+    """Whether every device of this process can hold its share."""
+    need: dict[jax.Device, int] = {}
+    for path, parameter in parameters.items():
+        shape, size = parameter.shape, parameter.dtype.itemsize
+        if place is None:
+            devices, part = {jax.devices()[0]}, shape
+        else:
+            devices = place(path, shape).addressable_devices
+            part = place(path, shape).shard_shape(shape)
+        for device in devices:
+            need[device] = need.get(device, 0) + math.prod(part) * size
+    for device, count in need.items():
+        check_budget("the model", count, free_device_bytes(device), f"free memory of {device}")
 
 
 def _load(

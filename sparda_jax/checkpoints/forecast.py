@@ -23,8 +23,13 @@ from safetensors.numpy import save_file
 
 from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.checkpoints.assemble import SOURCE_DTYPES, TensorHeader
-from sparda_jax.checkpoints.names import published_name
-from sparda_jax.checkpoints.safetensors import read_headers, read_metadata, read_tensors
+from sparda_jax.checkpoints.names import FORECAST, published_name
+from sparda_jax.checkpoints.safetensors import (
+    SafetensorsSource,
+    read_headers,
+    read_metadata,
+    read_tensors,
+)
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.models.decoder import Decoder
 
@@ -128,10 +133,24 @@ def read_forecast(
             )
     _check(path, read_headers(path), config)
     tensors = dict(read_tensors(path))
-    broken = [n for n, array in tensors.items() if not np.isfinite(array.astype(np.float32)).all()]
-    if broken:
-        raise ValueError(f"{path} is damaged: values not finite in {', '.join(broken)}")
+    _check_finite(path, tensors)
     return tensors, None if header is None else _parse_sparse(path, header)
+
+
+def read_own_forecast(folder: Path, config: ModelConfig) -> dict[str, np.ndarray] | None:
+    """Forecast tensors in a model's own checkpoint folder; None where there are none.
+
+    Raises:
+        ValueError: some are missing, misshapen, of a wrong type or not finite.
+    """
+    with SafetensorsSource(folder) as source:
+        found = {name: h for name, h in source.headers.items() if FORECAST.match(name)}
+        if not found:
+            return None
+        _check(folder, found, config)
+        tensors = {name: source.read(name, (slice(None),)) for name in found}
+    _check_finite(folder, tensors)
+    return tensors
 
 
 def read_policy(path: str | Path) -> SparseConfig | None:
@@ -161,6 +180,12 @@ def _read_header(path: Path) -> dict[str, Any] | None:
     if version != VERSION:
         raise NotImplementedError(f"{path} has format version {version}, only {VERSION} is known")
     return header
+
+
+def _check_finite(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    broken = [n for n, array in tensors.items() if not np.isfinite(array.astype(np.float32)).all()]
+    if broken:
+        raise ValueError(f"{path} is damaged: values not finite in {', '.join(broken)}")
 
 
 def _check(path: Path, found: Mapping[str, TensorHeader], config: ModelConfig) -> None:

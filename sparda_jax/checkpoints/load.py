@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sparda_jax.assets import fetch_default_model
 from sparda_jax.checkpoints.assemble import assemble
 from sparda_jax.checkpoints.gguf import read_gguf
-from sparda_jax.checkpoints.safetensors import load_safetensors
+from sparda_jax.checkpoints.progress import LoadReport, Progress
+from sparda_jax.checkpoints.safetensors import read_folder
 from sparda_jax.config import ModelConfig
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.tokenization import Tokenizer
@@ -28,6 +31,37 @@ def load_pretrained(
     cache_dir: str | Path | None = None,
     check_finite: bool = True,
 ) -> tuple[Decoder, Tokenizer | None]:
+    """A model and its tokenizer; see `load_checkpoint`, and `sparda_jax.from_pretrained`."""
+    loaded = load_checkpoint(model, dtype=dtype, cache_dir=cache_dir, check_finite=check_finite)
+    return loaded.model, loaded.tokenizer
+
+
+class Loaded(NamedTuple):
+    """What `load_checkpoint` found.
+
+    Attributes:
+        model: the decoder.
+        tokenizer: None where the folder has no `tokenizer.json`.
+        path: of the folder or GGUF file.
+        report: how long it took.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer | None
+    path: Path
+    report: LoadReport
+
+
+def load_checkpoint(
+    model: str | Path = "default",
+    *,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    importance: bool = True,
+    cache_dir: str | Path | None = None,
+    check_finite: bool = True,
+    progress: bool | None = False,
+) -> Loaded:
     """Loads a model and its tokenizer.
 
     Args:
@@ -35,11 +69,12 @@ def load_pretrained(
             hub id such as `org/name` (needs the `hub` extra); or "default", the model that
             `sparda_jax.assets` fetches. What exists on disk comes before the hub.
         dtype: of the parameters, and so of the computation and the KV cache.
+        mesh: several devices; see `sparda_jax.sharding`. None: the default device.
+        importance: False leaves NOSA's importance out: with dense attention, the published "dense
+            NOSA", which is not what the weights were trained for.
         cache_dir: where the default model is kept; None: the user's cache.
         check_finite: refuse NaN and infinity in the weights.
-
-    Returns:
-        The decoder; the tokenizer, None where the folder has no `tokenizer.json`.
+        progress: show a line; None: where standard error is a terminal.
 
     Raises:
         FileNotFoundError: nothing of that name, or no weights there.
@@ -48,23 +83,28 @@ def load_pretrained(
         ImportError: a hub id or a GGUF without the package that reads it.
         sparda_jax.assets.AssetError: the default model cannot be fetched.
     """
-    if str(model) == "default":
-        path = fetch_default_model(cache_dir)
-    else:
-        path = _locate(model)
-    if path.is_file():
-        return _load_gguf(path, dtype, check_finite)
-    if not any(path.glob("*.safetensors*")):
+    path = fetch_default_model(cache_dir) if str(model) == "default" else _locate(model)
+    if path.is_dir() and not any(path.glob("*.safetensors*")):
         files = sorted(path.glob("*.gguf"))
-        if len(files) == 1:
-            return _load_gguf(files[0], dtype, check_finite)
-        if files:
+        if len(files) > 1:
             names = ", ".join(file.name for file in files)
             raise ValueError(f"{len(files)} GGUF files in {path}, name one of them: {names}")
-        raise FileNotFoundError(f"no *.safetensors and no *.gguf file in {path}")
-    decoder = load_safetensors(path, dtype=dtype, check_finite=check_finite)
+        if not files:
+            raise FileNotFoundError(f"no *.safetensors and no *.gguf file in {path}")
+        path = files[0]
+    if path.is_file():
+        return _load_gguf(path, dtype, mesh, check_finite, progress)
+    decoder, report = read_folder(
+        path,
+        dtype=dtype,
+        check_finite=check_finite,
+        mesh=mesh,
+        importance=importance,
+        progress=progress,
+    )
     has_tokenizer = (path / "tokenizer.json").is_file()
-    return decoder, Tokenizer.from_directory(path) if has_tokenizer else None
+    tokenizer = Tokenizer.from_directory(path) if has_tokenizer else None
+    return Loaded(decoder, tokenizer, path, report)
 
 
 def _locate(model: str | Path) -> Path:
@@ -96,8 +136,13 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
-def _load_gguf(path: Path, dtype: DTypeLike, check_finite: bool) -> tuple[Decoder, Tokenizer]:
+def _load_gguf(
+    path: Path, dtype: DTypeLike, mesh: Mesh | None, check_finite: bool, progress: bool | None
+) -> Loaded:
     checkpoint = read_gguf(path)
     config = ModelConfig.from_huggingface(checkpoint.config)
-    decoder = assemble(config, checkpoint, dtype=dtype, check_finite=check_finite)
-    return decoder, Tokenizer.from_gguf(checkpoint.tokenizer)
+    counter = Progress(sum(header.nbytes for header in checkpoint.headers.values()), progress)
+    decoder = assemble(
+        config, checkpoint, dtype=dtype, check_finite=check_finite, mesh=mesh, progress=counter
+    )
+    return Loaded(decoder, Tokenizer.from_gguf(checkpoint.tokenizer), path, counter.finish())

@@ -10,10 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from sparda_jax.checkpoints.assemble import Index, TensorHeader, assemble
+from sparda_jax.checkpoints.assemble import SOURCE_DTYPES, Index, TensorHeader, assemble
+from sparda_jax.checkpoints.progress import LoadReport, Progress
 from sparda_jax.config import ModelConfig
 from sparda_jax.models.decoder import Decoder
 
@@ -24,25 +26,50 @@ _DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 def load_safetensors(
     directory: str | Path, *, dtype: DTypeLike = jnp.float32, check_finite: bool = True
 ) -> Decoder:
+    """The decoder of a checkpoint folder on the default device; see `read_folder`."""
+    return read_folder(Path(directory), dtype=dtype, check_finite=check_finite)[0]
+
+
+def read_folder(
+    directory: Path,
+    *,
+    dtype: DTypeLike,
+    check_finite: bool = True,
+    mesh: Mesh | None = None,
+    importance: bool = True,
+    progress: bool | None = False,
+) -> tuple[Decoder, LoadReport]:
     """Reads a checkpoint folder.
 
-    Files are memory-mapped and read tensor by tensor. Names, shapes and dtypes are checked before
-    the first tensor is read.
+    Files are memory-mapped and read a device shard at a time. Names, shapes, types and memory are
+    checked before the first of them.
 
     Args:
         directory: holds `config.json` and `model.safetensors`, or shards and their index.
         dtype: of the parameters; sources may be bfloat16, float16 or float32.
         check_finite: refuse NaN and infinity in the weights.
+        mesh: see `assemble`.
+        importance: see `assemble`.
+        progress: show a line; None: where standard error is a terminal.
 
     Raises:
         FileNotFoundError: no config, no weights, a shard that the index names is not there.
         ValueError: a broken file, or all tensors that do not fit, in one message.
         NotImplementedError: a model that `ModelConfig.from_huggingface` refuses.
     """
-    source = SafetensorsSource(Path(directory))
-    config = ModelConfig.from_huggingface(read_json(Path(directory) / "config.json"))
-    with source:
-        return assemble(config, source, dtype=dtype, check_finite=check_finite)
+    config = ModelConfig.from_huggingface(read_json(directory / "config.json"))
+    with SafetensorsSource(directory) as source:
+        counter = Progress(source.nbytes, progress)
+        decoder = assemble(
+            config,
+            source,
+            dtype=dtype,
+            check_finite=check_finite,
+            mesh=mesh,
+            importance=importance,
+            progress=counter,
+        )
+        return decoder, counter.finish()
 
 
 class SafetensorsSource:
@@ -63,6 +90,12 @@ class SafetensorsSource:
                 self.headers[name] = header
         self._open = contextlib.ExitStack()
         self._file: tuple[str, Any] = ("", None)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors that can be read."""
+        headers = self.headers.values()
+        return sum(header.nbytes for header in headers if header.dtype in SOURCE_DTYPES)
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Part of a tensor."""
@@ -122,11 +155,19 @@ def _indexed_files(directory: Path) -> list[Path]:
     files = [directory / str(name) for name in sorted(set(shards.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise FileNotFoundError(f"{path} names missing shards: {', '.join(missing)}")
+        lost = [name for name, shard in shards.items() if shard in missing]
+        raise FileNotFoundError(
+            f"{path} names missing shards: {', '.join(missing)} ({len(lost)} tensors, the first "
+            f"is {lost[0]})"
+        )
     present = {name: file.name for file in files for name in read_headers(file)}
     wrong = [name for name, shard in shards.items() if present.get(name) != shard]
     if wrong:
-        raise ValueError(f"{path}: not in the shard it names: {', '.join(wrong)}")
+        where = present.get(wrong[0], "no shard")
+        raise ValueError(
+            f"{path}: not in the shard it names: {', '.join(wrong)} (expected "
+            f"{shards[wrong[0]]}, found the first in {where})"
+        )
     return files
 
 
@@ -136,8 +177,28 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="numpy") as file:
             yield file
     except SafetensorError as error:
-        size = path.stat().st_size
-        raise ValueError(f"{path} ({size} bytes) is truncated or damaged: {error}") from None
+        size, missing = path.stat().st_size, _what_is_cut(path)
+        raise ValueError(
+            f"{path} ({size} bytes) is truncated or damaged: {missing or error}"
+        ) from None
+
+
+def _what_is_cut(path: Path) -> str | None:
+    """The first tensor that reaches past the end of a file whose header can still be read."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, 1 << 28))  # a damaged length is not believed
+    start = 8 + length
+    try:
+        header = json.loads(text)
+        ends = {n: t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    size = path.stat().st_size
+    cut = [name for name, end in sorted(ends.items(), key=lambda e: e[1]) if start + end > size]
+    if not cut:
+        return None
+    return f"{cut[0]} ends at byte {start + ends[cut[0]]}, found {size} ({len(cut)} tensors cut)"
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sparda_jax.assets import default_forecast
@@ -15,12 +18,14 @@ from sparda_jax.checkpoints.forecast import (
     future_name,
     model_fingerprint,
     read_forecast,
+    read_own_forecast,
     read_policy,
     write_forecast,
 )
-from sparda_jax.config import SparseConfig
+from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
+from sparda_jax.sharding import place_on
 
 
 def forecast_policy(path: str | Path) -> SparseConfig | None:
@@ -68,6 +73,7 @@ def load_forecast(
     *,
     dtype: DTypeLike | None = None,
     verify_base: bool = True,
+    mesh: Mesh | None = None,
 ) -> tuple[Forecast, SparseConfig | None]:
     """Reads projections for a model.
 
@@ -78,6 +84,7 @@ def load_forecast(
         dtype: of the parameters; None: the model's.
         verify_base: False: do not compare fingerprints, for weights of other origin that name no
             base model.
+        mesh: where to put them, as the model's; None: whole on the default device.
 
     Returns:
         The projections, and the policy they were trained for (None where the file names none).
@@ -92,9 +99,34 @@ def load_forecast(
     path = default_forecast() if path == "default" else path
     fingerprint = model_fingerprint(model) if verify_base else None
     tensors, sparse = read_forecast(path, config, fingerprint)
-    dtype = model.dtype if dtype is None else dtype
+    return _build(tensors, config, model.dtype if dtype is None else dtype, mesh), sparse
+
+
+def load_own_forecast(folder: Path, model: Decoder, *, mesh: Mesh | None = None) -> Forecast | None:
+    """Projections that lie in a model's own checkpoint; None where there are none.
+
+    Args:
+        folder: of the checkpoint.
+        model: the decoder loaded from it.
+        mesh: see `load_forecast`.
+
+    Raises:
+        ValueError: missing or misshapen tensors.
+    """
+    tensors = read_own_forecast(folder, model.config)
+    return None if tensors is None else _build(tensors, model.config, model.dtype, mesh)
+
+
+def _build(
+    tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None
+) -> Forecast:
     forecast = nnx.eval_shape(lambda: Forecast.random(config, dtype=dtype))
-    forecast.first.kernel.set_value(jnp.asarray(tensors[FIRST].T, dtype))
+
+    def put(name: str, path: tuple[str, ...]) -> jax.Array:
+        value = jnp.asarray(tensors[name].T, dtype)
+        return value if mesh is None else jax.device_put(value, place_on(mesh)(path, value.shape))
+
+    forecast.first.kernel.set_value(put(FIRST, ("first", "kernel")))
     for index, layer in enumerate(forecast.layers):
-        layer.kernel.set_value(jnp.asarray(tensors[future_name(index)].T, dtype))
-    return forecast, sparse
+        layer.kernel.set_value(put(future_name(index), ("layers", "kernel")))
+    return forecast

@@ -97,6 +97,11 @@ def second_stage(
     query_block = positions // sparse.geometry.block_size
     future = jnp.arange(num_blocks) > query_block[:, None, :, None]
     scores = jnp.where(future, -jnp.inf, importance[:, :, None])
+    if not mask_future:
+        # A future block that took a place in the first stage, and became -1, keeps it.
+        lost = chosen.count < jnp.minimum(sparse.query_blocks, query_block[:, None] + 1)
+        after = jnp.arange(num_blocks) == query_block[:, None, :, None] + 1
+        scores = jnp.where(after & lost[..., None], jnp.inf, scores)
     # An id of -1 would count from the end: beyond it, it is dropped.
     index = jnp.where(chosen.ids < 0, num_blocks, chosen.ids)
     return choose_blocks(

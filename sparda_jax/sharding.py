@@ -1,0 +1,113 @@
+"""Where arrays lie on several devices: one table of partitions for parameters and caches.
+
+Mesh axes: `data` splits the requests of a batch, `model` splits heads, KV heads, the inner width of
+MLPs and the vocabulary, `expert` splits the experts. An axis that a mesh lacks splits nothing.
+XLA derives the communication from these partitions; our own kernels, which it cannot see into, run
+on each device's part alone (`per_device`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from sparda_jax.config import ModelConfig
+
+DATA, MODEL, EXPERT = "data", "model", "expert"
+P = PartitionSpec
+
+# Last parts of a parameter's path -> partition; the longest that fits counts. All else is whole on
+# every device: norms, routers, biases of outputs.
+_PARAMETERS: dict[tuple[str, ...], PartitionSpec] = {
+    ("embedding",): P(MODEL, None),
+    ("head", "kernel"): P(None, MODEL),
+    ("o", "kernel"): P(MODEL, None),
+    ("importance", "scale"): P(MODEL),
+    ("importance", "delta", "kernel"): P(None, MODEL),
+    # The Forecast: `first.kernel` and `layers.#.kernel`, K*H columns each.
+    ("first", "kernel"): P(None, MODEL),
+    ("layers", "kernel"): P(None, MODEL),
+    ("mlp", "down", "kernel"): P(MODEL, None),
+    ("shared", "down", "kernel"): P(MODEL, None),
+    ("experts", "gate", "kernel"): P(EXPERT, None, MODEL),
+    ("experts", "up", "kernel"): P(EXPERT, None, MODEL),
+    ("experts", "down", "kernel"): P(EXPERT, MODEL, None),
+} | {
+    (*prefix, name, leaf): P(None, MODEL) if leaf == "kernel" else P(MODEL)
+    for prefix, names in (((), "qkv"), (("mlp",), ("gate", "up")), (("shared",), ("gate", "up")))
+    for name in names
+    for leaf in ("kernel", "bias")
+}
+
+
+def make_mesh(*, data: int = 1, model: int = 1, expert: int = 1) -> Mesh:
+    """A mesh over the first `data * model * expert` devices.
+
+    Raises:
+        ValueError: fewer devices than that.
+    """
+    shape = (data, model, expert)
+    needed = data * model * expert
+    devices = jax.devices()
+    if needed > len(devices):
+        raise ValueError(
+            f"a mesh of {data} x {model} x {expert} needs {needed} devices, found {len(devices)}"
+        )
+    return jax.make_mesh(
+        shape, (DATA, MODEL, EXPERT), axis_types=(AxisType.Auto,) * 3, devices=devices[:needed]
+    )
+
+
+def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
+    """Refuses a mesh that does not divide a model, before memory is spent.
+
+    Raises:
+        ValueError: names axis, size and what it does not divide.
+    """
+    sizes = {
+        MODEL: {
+            "KV heads": config.num_kv_heads,
+            "heads": config.num_heads,
+            "MLP channels": config.intermediate_size,
+            "vocabulary": config.vocab_size,
+        },
+        EXPERT: {},
+    }
+    if config.moe is not None:
+        sizes[MODEL]["channels of an expert"] = config.moe.intermediate_size
+        sizes[EXPERT]["experts"] = config.moe.num_experts
+    for axis, counts in sizes.items():
+        size = mesh.shape.get(axis, 1)
+        for what, count in counts.items():
+            if count % size:
+                raise ValueError(
+                    f"mesh axis {axis!r} of size {size} does not divide the {what}: {count}"
+                )
+    unknown = set(mesh.axis_names) - {DATA, MODEL, EXPERT}
+    if unknown:
+        raise ValueError(f"unknown mesh axes {sorted(unknown)}, expected data, model, expert")
+    if EXPERT in mesh.shape and config.moe is None and mesh.shape[EXPERT] > 1:
+        raise ValueError(f"mesh axis 'expert' of size {mesh.shape[EXPERT]}: no experts to split")
+
+
+def parameter_spec(path: tuple[Any, ...]) -> PartitionSpec:
+    """Partition of a parameter by its path in a `Decoder` or a `Forecast`."""
+    names = tuple(part for part in path if isinstance(part, str))
+    for start in range(len(names)):
+        if names[start:] in _PARAMETERS:
+            return _PARAMETERS[names[start:]]
+    return P()
+
+
+def sharding(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
+    """A partition on a mesh, without the axes that the mesh lacks."""
+    kept = P(*(axis if axis in mesh.shape else None for axis in spec))
+    return NamedSharding(mesh, kept, memory_kind=memory_kind)
+
+
+def place_on(mesh: Mesh) -> Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]:
+    """Sharding of a parameter by path and shape; see `sparda_jax.checkpoints.assemble`."""
+    return lambda path, shape: sharding(mesh, parameter_spec(path))
