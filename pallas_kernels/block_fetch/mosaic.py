@@ -54,7 +54,7 @@ def fetch_blocks(
         return slots
     run, on_host = pool.shape[1:], is_host_typed(pool)
     if not on_host:
-        config = config or fetch_config(_run_bytes(pool), source.shape[0])
+        config = config or fetch_config(_run_bytes(pool))
         _check_ring(pool, config)
     operands = [pool, source, target, lax.reshape(count, (1,))]
     if pool_scales is not None:

@@ -87,9 +87,10 @@ def keys_apart(compressed: Array, shape: Shape) -> Array:
 
 
 def keys_whole(compressed: Array) -> Array:
-    """[B K, C', H]: whole steps of the log-sum-exp."""
+    """[B K, C', H]: whole steps of the log-sum-exp, at least one (no operand of size 0 lowers)."""
     b, k, c, h = compressed.shape
-    padded = jnp.pad(compressed, ((0, 0), (0, 0), (0, -c % LSE_KEYS), (0, 0)))
+    rows = max(1, -(-c // LSE_KEYS)) * LSE_KEYS
+    padded = jnp.pad(compressed, ((0, 0), (0, 0), (0, rows - c), (0, 0)))
     return padded.reshape(b * k, -1, h)
 
 

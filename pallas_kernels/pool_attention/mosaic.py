@@ -13,12 +13,16 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels import interpret
 from pallas_kernels.pool_attention import mosaic_block, mosaic_rows, mosaic_tiles
 from pallas_kernels.pool_attention.reference import QUANTISED
-from pallas_kernels.pool_attention.tuning import SHARED_BYTES, RowsConfig, splits_for
+from pallas_kernels.pool_attention.tuning import (
+    MAX_STAGES,
+    SHARED_BYTES,
+    RowsConfig,
+    rows_config,
+)
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _HEAD_DIMS = (64, 128)
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_MAX_STAGES = 4
 
 
 def pool_attention(
@@ -138,9 +142,7 @@ def _attend_few(
     simulated: bool,
 ) -> tuple[Array, Array]:
     """At most 64 rows."""
-    config = config or RowsConfig(
-        splits=splits_for(shape.batch * shape.heads, shape.steps), stages=_MAX_STAGES
-    )
+    config = config or rows_config(shape.batch * shape.heads, shape.steps, shape.tile_tokens)
     stages, warpgroups = config.stages, config.warpgroups
     while mosaic_rows.shared_bytes(shape, stages, warpgroups) > SHARED_BYTES and stages > 1:
         stages -= 1
@@ -164,7 +166,7 @@ def _attend_many(
     simulated: bool,
 ) -> tuple[Array, Array]:
     """More than 64 rows."""
-    stages = config.stages if config else _MAX_STAGES
+    stages = config.stages if config else MAX_STAGES
     while mosaic_block.shared_bytes(shape, stages) > SHARED_BYTES and stages > 1:
         stages -= 1
     kernel = mosaic_block.build(shape, stages=stages, scale=scale, stage_weights=simulated)

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 # Shared memory of one Hopper multiprocessor that a thread block may use.
 SHARED_BYTES = 227 * 1024
-# Multiprocessors of an H100 or H200.
-MULTIPROCESSORS = 132
-# Thread blocks of a cluster: 8 run everywhere, but 16 clusters of 7 or 8 do not all find room at
-# once on an H200 (8 requests, 2 KV heads: 30 us; clusters of 5: 21 to 22, of 4: 23).
-MAX_SPLITS, MAX_SPLITS_OF_MANY = 8, 5
+# Thread blocks that saturate the memory of an H200, with three warpgroups each.
+SATURATING = 64
+# Thread blocks of a cluster, at most.
+MAX_SPLITS = 8
+# Tiles in flight per warpgroup, at most; shared memory has room for two or three of 32 KiB.
+MAX_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,12 @@ class RowsConfig:
     Attributes:
         splits: thread blocks per (request, KV head).
         stages: tiles in flight per warpgroup, at most.
-        warpgroups: of a thread block.  Two read 52 GB/s per multiprocessor, so that 64 thread
-            blocks cannot saturate the memory; with three they should (not measured yet).
+        warpgroups: of a thread block.
     """
 
     splits: int
     stages: int
-    warpgroups: int = 2
+    warpgroups: int
 
     def __post_init__(self) -> None:
         for name in ("splits", "stages", "warpgroups"):
@@ -32,12 +32,18 @@ class RowsConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-def splits_for(pairs: int, steps: int) -> int:
-    """Enough thread blocks to fill the machine once; a second wave would wait for the first.
+def rows_config(pairs: int, steps: int, tile_tokens: int) -> RowsConfig:
+    """The default launch.
+
+    Measured on an H200 (96 slots of 64, K=2, thread blocks x warpgroups): B=32 57.4 us with 1 x 3,
+    57.6 with 2 x 3, 59.3 with 2 x 2; B=8 21.4 with 4 x 3, 21.8 with 6 x 3, 21.9 with 5 x 2, 24.2
+    with 3 x 3; B=64 101 with 1 x 3, 103 with 1 x 2.
 
     Args:
         pairs: B * K.
         steps: tiles of slots per pair; each thread block should have four.
+        tile_tokens: of one tile.
     """
-    most = MAX_SPLITS if pairs <= 8 else MAX_SPLITS_OF_MANY
-    return max(1, min(most, MULTIPROCESSORS // pairs, steps // 4))
+    splits = max(1, min(MAX_SPLITS, SATURATING // pairs, steps // 4))
+    # Three warpgroups have 168 registers a thread: not enough for the scores of larger tiles.
+    return RowsConfig(splits=splits, stages=MAX_STAGES, warpgroups=3 if tile_tokens <= 64 else 2)

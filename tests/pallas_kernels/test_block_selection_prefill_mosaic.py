@@ -130,9 +130,9 @@ def test_refuses(change, message):
         select_blocks_forecast(*arguments, **rules, implementation="mosaic")
 
 
-@pytest.mark.parametrize("group", [0, 16])
-def test_lowers_for_cuda(group):
-    arguments, rules = _case(0, group=group, head_dim=128)
+@pytest.mark.parametrize(("group", "length"), [(0, 900), (16, 31)])  # 31: no compressed key
+def test_lowers_for_cuda(group, length):
+    arguments, rules = _case(0, group=group, head_dim=128, length=length)
     rules |= {"width": 6, "dense": None}
     kernel = (
         mosaic_prefill.select_blocks_multi_head if group else mosaic_prefill.select_blocks_forecast

@@ -52,7 +52,7 @@ def fetch(session: Session) -> Iterator[Row]:
         case = _case(run, POOL_BYTES // run_bytes)
         for megabytes in (100, 10):
             runs = min(megabytes * 10**6 // run_bytes, case.pool.shape[0])
-            config = fetch_config(run_bytes, runs)
+            config = fetch_config(run_bytes)
             target, most_ctas = TARGETS[run_bytes, megabytes]
             if config.ctas > most_ctas:
                 target = None
@@ -75,7 +75,7 @@ def quantised_fetch(session: Session) -> Iterator[Row]:
     case = _case((2, 64, 128), POOL_BYTES // 16384, jnp.int8)
     for megabytes in (100, 10):
         runs = megabytes * 10**6 // 16384
-        config = fetch_config(16384, runs)
+        config = fetch_config(16384)
         timing, wrong = _measure(session, case, (2, 64, 128), runs, config)
         rate = converted(timing, runs * 16384e-3)
         yield Row(

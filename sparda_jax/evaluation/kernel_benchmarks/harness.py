@@ -40,6 +40,7 @@ class Row:
         of_roofline: share of the bound named in the file's notes.
         peers: the same work by others, in ``unit``.
         error: relative error against the reference, with ``--refcheck``.
+        details: other figures of the same run, by name.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Row:
     of_roofline: float | None = None
     peers: dict[str, float] | None = None
     error: float | None = None
+    details: dict[str, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in the results file."""
@@ -67,6 +69,8 @@ class Row:
             row["peers"] = {name: _rounded(value) for name, value in self.peers.items()}
         if self.error is not None:
             row["error"] = float(f"{self.error:.2e}")
+        if self.details:
+            row["details"] = {name: _rounded(value) for name, value in self.details.items()}
         if self.target is not None:
             row["target"] = _rounded(self.target)
             row["meets"] = (

@@ -1,6 +1,12 @@
-"""PyTorch FlexAttention with a block mask, the peer of block-sparse prefill."""
+"""Attention by other libraries: PyTorch FlexAttention with a block mask, tokamax."""
 
+import functools
+import importlib.util
+import logging
 from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
 
 from sparda_jax.evaluation.kernel_benchmarks.harness import (
     Row,
@@ -11,6 +17,9 @@ from sparda_jax.evaluation.kernel_benchmarks.harness import (
     time_calls,
 )
 
+_logger = logging.getLogger("sparda_jax")
+
+TOKENS = 32768
 HEADS, KV_HEADS, HEAD_DIM, TILE, SELECTED = 32, 2, 128, 128, 48
 
 
@@ -21,7 +30,7 @@ def flex_attention(session: Session) -> Iterator[Row]:
     FlexAttention has no lists of its own per token and KV head: this is the work that it is made
     for, 6144 tokens a row as in 96 blocks of 64.  Counted: whole blocks, half the diagonal one.
     """
-    timing, operations = _time(session, 32768)
+    timing, operations = _flex_time(session, TOKENS)
     rate = converted(timing, operations * 1e-6)
     yield Row(
         name="peers/flex_attention/shared_blocks/32K",
@@ -32,7 +41,38 @@ def flex_attention(session: Session) -> Iterator[Row]:
     )
 
 
-def _time(session: Session, tokens: int) -> tuple[Timing, float]:
+@benchmark("peers/tokamax_attention")
+def tokamax_attention(session: Session) -> Iterator[Row]:
+    """32K tokens, dense and causal, by tokamax's Hopper kernel; no row where it is not installed.
+
+    cuDNN's time for the same work stands beside block_sparse_attention/drift10/32K/time.
+    """
+    if importlib.util.find_spec("tokamax") is None:
+        _logger.warning("tokamax is not installed: no row for it")
+        return
+    import tokamax
+
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    q = normal(jax.random.key(0), (1, TOKENS, HEADS, HEAD_DIM))
+    k, v = (normal(jax.random.key(i), (1, TOKENS, KV_HEADS, HEAD_DIM)) for i in (1, 2))
+    attend = functools.partial(
+        tokamax.dot_product_attention, is_causal=True, implementation="mosaic"
+    )
+    timing = time_calls(
+        functools.partial(jax.jit(attend), q, k, v), calls=1, repetitions=session.repetitions
+    )
+    operations = 4.0 * HEADS * HEAD_DIM * TOKENS * (TOKENS + 1) / 2
+    rate = converted(timing, operations * 1e-6)
+    yield Row(
+        name="peers/tokamax_attention/dense_causal/32K",
+        timing=rate,
+        unit="TFLOP/s",
+        better="higher",
+        of_roofline=rate.median / 989.0,
+    )
+
+
+def _flex_time(session: Session, tokens: int) -> tuple[Timing, float]:
     """Timing, and operations on the pairs of the mask."""
     import torch
     from torch.nn.attention.flex_attention import BlockMask
@@ -68,6 +108,7 @@ def _time(session: Session, tokens: int) -> tuple[Timing, float]:
         torch.cuda.synchronize()
 
     with torch.no_grad():
+        call()  # compiles
         timing = time_calls(call, calls=1, repetitions=session.repetitions)
     pairs = int(counts.sum()) * TILE * TILE + rows * TILE * (TILE + 1) // 2
     return timing, 4.0 * HEADS * HEAD_DIM * pairs
