@@ -24,12 +24,13 @@ from sparda_jax.models.rope import RopeTable, rope_rows
 from sparda_jax.typing import Array, Bool, Float, Int
 
 
-def refreshed_rows(state: BlockState, open_: Array, sub: Array) -> Bool[Array, "B W"]:
+def refreshed_rows(state: BlockState) -> Bool[Array, "B W"]:
     """Rows whose KV is taken from this forward; the others keep that of an earlier one.
 
     The dual cache of Fast-dLLM v2: all rows in a sub-block's first forward and as long as its first
     token is masked, then those of the sub-block alone; all when the block is committed.
     """
+    open_, sub = candidates(state.masked, state.rule.sub_block)
     size = state.rule.sub_block[:, None]
     index = jnp.arange(state.tokens.shape[1])
     first_open = jnp.any(open_ & (index == sub[:, None] * size), axis=1)
@@ -105,13 +106,33 @@ def forward(model: Decoder, rope: RopeTable, state: BlockState) -> tuple[BlockSt
         rope: table that covers every position.
         state: the batch.
     """
-    facts, mask_token_id = diffusion_of(model.config)
-    width = state.tokens.shape[1]
-    committing = state.active & ~jnp.any(state.masked, axis=1)
-    open_, sub = candidates(state.masked, state.rule.sub_block)
-    refreshed = None if state.block_kv is None else refreshed_rows(state, open_, sub)
+    _, mask_token_id = diffusion_of(model.config)
+    committing = finished_rows(state)
+    refreshed = None if state.block_kv is None else refreshed_rows(state)
     x, layers, block_kv = run_layers(model, rope, state, committing, refreshed, mask_token_id)
-    predicted = state.start[:, None] + jnp.arange(width) + (1 if facts.logit_shift else 0)
+    state = dataclasses.replace(state, layers=layers, block_kv=block_kv)
+    return settle(model, state, x, committing)
+
+
+def finished_rows(state: BlockState) -> Bool[Array, " B"]:
+    """Rows whose block has no mask left: their next forward commits it."""
+    return state.active & ~jnp.any(state.masked, axis=1)
+
+
+def settle(
+    model: Decoder, state: BlockState, x: Float[Array, "B W D"], committing: Bool[Array, " B"]
+) -> tuple[BlockState, ForwardOutput]:
+    """What a forward decides, once the layers have run.
+
+    Args:
+        model: its norm and head.
+        state: as the layers met it, their caches up to date.
+        x: hidden states of the block after the last layer.
+        committing: rows whose block was finished before.
+    """
+    facts, mask_token_id = diffusion_of(model.config)
+    open_, sub = candidates(state.masked, state.rule.sub_block)
+    predicted = state.start[:, None] + jnp.arange(x.shape[1]) + (1 if facts.logit_shift else 0)
     raw = confidence(model, x, mask_token_id, state.sampling, predicted, state.step)
     found = _shifted(raw) if facts.logit_shift else raw
     healthy = state.active & jnp.all(raw.finite, axis=1)
@@ -130,8 +151,6 @@ def forward(model: Decoder, rope: RopeTable, state: BlockState) -> tuple[BlockSt
         last_sub=jnp.where(healthy & ~committing, sub, state.last_sub),
         active=healthy & ~ended,
         failed=state.failed | (state.active & ~healthy),
-        layers=layers,
-        block_kv=block_kv,
     )
     handover = jnp.where(committing & facts.logit_shift, raw.token[:, -1], -1)
     output = ForwardOutput(
