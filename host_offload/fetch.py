@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from host_offload import memory, overlap
+from host_offload import memory
 from host_offload.double_buffer import DoubleBuffer
 from host_offload.host_pool import HostPool
 from pallas_kernels import block_fetch
@@ -46,16 +46,10 @@ class ProgramFetcher:
 
     Args:
       pool_layers: L host arrays.
-      own_stream: copy on a GPU stream of its own, beside what is annotated as compute; the program
-        must be compiled with `overlap.COMPILER_OPTIONS`.
     """
 
-    def __init__(
-        self, pool_layers: tuple[Float[Array, "B K M 2 P H"], ...], *, own_stream: bool = False
-    ):
+    def __init__(self, pool_layers: tuple[Float[Array, "B K M 2 P H"], ...]):
         self._pool = pool_layers
-        copy = block_fetch.fetch_blocks
-        self._copy = overlap.on_stream(copy, overlap.COPY_STREAM) if own_stream else copy
 
     def fetch(
         self,
@@ -66,7 +60,9 @@ class ProgramFetcher:
         count: Int[Array, ""],
     ) -> Float[Array, "B K Z 2 P H"]:
         """See `Fetcher.fetch`."""
-        runs = self._copy(_as_runs(self._pool[layer]), _as_runs(slots), source, target, count)
+        runs = block_fetch.fetch_blocks(
+            _as_runs(self._pool[layer]), _as_runs(slots), source, target, count
+        )
         return runs.reshape(slots.shape)
 
 

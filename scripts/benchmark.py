@@ -72,13 +72,30 @@ def kernels(arguments: argparse.Namespace) -> None:
 
 
 DECODE_NOTES = (
-    "SmolLM2-135M-Instruct, float32, batch 1, greedy, 64 timed steps a repetition after a warm-up "
-    "run; compile time excluded.  decode/dense/256: context grows to 256 tokens; its target is "
-    "twice the time numpy needs to sum every weight once, measured alternately in the same run."
+    "A checkpoint: text, float32, batch 1, greedy, 64 timed steps a repetition after a warm-up "
+    "run; decode/dense/256: context grows to 256 tokens; its target is twice the time numpy "
+    "needs to sum every weight once, measured alternately in the same run. A shape: random "
+    "weights, bfloat16, and random caches, made on the device; the hit rate is a trace's, the "
+    "selection kernels run; one layer's pool serves all layers; tokens a second, median, least "
+    "and most of programs of 32 steps after one that fills the slots; write-back of filled "
+    "blocks between programs is not in it. compute_alone_ms: the same program with a trace that"
+    " never misses; fetch_alone_ms: the same copies and nothing else. of_roofline: the larger "
+    "of what a step must read of the device's memory over a large copy's rate, and what it "
+    "fetches over 53 GB/s, over the step. Compile time is excluded everywhere."
 )
 
 
 def decode(arguments: argparse.Namespace) -> None:
+    from sparda_jax.presets import PRESETS
+
+    if arguments.model in PRESETS:
+        rows = decode_shape(arguments)
+    else:
+        rows = decode_checkpoint(arguments)
+    publish(arguments, rows, DECODE_NOTES)
+
+
+def decode_checkpoint(arguments: argparse.Namespace) -> Iterator[kernel_benchmarks.Row]:
     import jax.numpy as jnp
 
     from sparda_jax.assets import load_excerpt
@@ -86,40 +103,37 @@ def decode(arguments: argparse.Namespace) -> None:
     from sparda_jax.evaluation import decode_benchmark
     from sparda_jax.forecast.files import load_forecast
 
-    model, tokenizer = load_pretrained("default", dtype=jnp.dtype("float32"))
+    model, tokenizer = load_pretrained(arguments.model, dtype=jnp.dtype("float32"))
     assert tokenizer is not None
     forecast, _ = load_forecast("default", model)
-    tokens = tokenizer.encode(load_excerpt())
-    rows = decode_benchmark.rows(
-        model, forecast, tokens, context=arguments.context, repetitions=arguments.repetitions
+    return decode_benchmark.rows(
+        model,
+        forecast,
+        tokenizer.encode(load_excerpt()),
+        context=arguments.context or 3000,
+        repetitions=arguments.repetitions,
     )
-    publish(arguments, rows, DECODE_NOTES)
 
 
-OFFLOAD_NOTES = (
-    "Random weights in the shape of MiniCPM4.1-8B, bfloat16, and random caches; the hit rate is a "
-    "trace's, the selection kernels run. One layer's pool serves all layers. Milliseconds a step, "
-    "median of programs of 32 steps after one that fills the slots; write-back of filled blocks "
-    "between programs is not in it."
-)
-
-
-def offload(arguments: argparse.Namespace) -> None:
+def decode_shape(arguments: argparse.Namespace) -> Iterator[kernel_benchmarks.Row]:
     from sparda_jax.config import ModelConfig, SparseConfig
     from sparda_jax.evaluation import offload_benchmark
 
-    workload = offload_benchmark.Workload(
-        arguments.context, arguments.batch, arguments.hit_rate, arguments.calls
-    )
-    rows = offload_benchmark.rows(
-        ModelConfig.preset("minicpm4.1-8b"),
-        SparseConfig(init_blocks=1, local_blocks=32, budget_blocks=96),
-        workload,
+    workloads = [
+        offload_benchmark.Workload(
+            arguments.context or 131072, batch, hit_rate, arguments.repetitions
+        )
+        for batch in arguments.batch
+        for hit_rate in arguments.hit_rate
+    ]
+    return offload_benchmark.rows(
+        ModelConfig.preset(arguments.model),
+        SparseConfig(local_blocks=arguments.local_blocks, budget_blocks=arguments.budget_blocks),
+        workloads,
         arguments.modes,
-        prefix="decode/minicpm4.1-8b",
+        prefix=f"decode/{arguments.model}",
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    publish(arguments, rows, OFFLOAD_NOTES)
 
 
 TRAINING_NOTES = (
@@ -216,26 +230,26 @@ def main() -> None:
     )
     command.set_defaults(run=kernels)
     command = commands.add_parser(
-        "decode", parents=[results], help="decode steps of the default model, on this CPU"
+        "decode", parents=[results], help="decode steps: a checkpoint's, or a shape's on a GPU"
     )
-    command.add_argument("--context", type=int, default=3000, help="tokens of the long prompt")
+    command.add_argument(
+        "--model", default="default", help="a checkpoint, or a preset's name: random weights"
+    )
+    command.add_argument("--context", type=int, help="tokens of each sequence")
     command.add_argument("--repetitions", type=int, default=3, help="timed runs of each mode")
-    command.set_defaults(run=decode)
-    command = commands.add_parser(
-        "offload", parents=[results], help="decode of an 8B shape, KV in host memory, on a GPU"
+    command.add_argument("--batch", type=int, nargs="+", default=[16], help="preset: sequences")
+    command.add_argument(
+        "--hit-rate", type=float, nargs="+", default=[0.9], help="preset: of the free blocks"
     )
-    command.add_argument("--context", type=int, default=131072, help="tokens of each sequence")
-    command.add_argument("--batch", type=int, default=16, help="sequences")
-    command.add_argument("--hit-rate", type=float, default=0.9, help="of the free blocks, by trace")
-    command.add_argument("--calls", type=int, default=4, help="timed programs of 32 steps")
+    command.add_argument("--local-blocks", type=int, default=32, help="preset: forced")
+    command.add_argument("--budget-blocks", type=int, default=96, help="preset: selected")
     command.add_argument(
         "--modes",
         nargs="+",
         default=["sparse_offload", "sparda_no_prefetch", "sparda"],
-        choices=["sparse_resident", "sparse_offload", "sparda_no_prefetch", "sparda"],
-        help="what to run",
+        help="preset: of dense_resident, sparse_resident, infinigen and the default's",
     )
-    command.set_defaults(run=offload)
+    command.set_defaults(run=decode)
     command = commands.add_parser(
         "training", parents=[results], help="training of the Forecast, on a GPU"
     )

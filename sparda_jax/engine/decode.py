@@ -89,7 +89,7 @@ def decode_step(
       sparse: selection rules; None is dense attention.
       num_blocks: M, blocks a sequence can hold.
       choosers: of each layer.
-      prefetch: fetch on a stream of its own.
+      prefetch: fetch what was chosen ahead behind the layer in front.
     """
     x, step = begin_step(model, rope, state)
     counts = [jnp.zeros((), jnp.int32)] * 3
@@ -122,7 +122,7 @@ def decode_steps(
     steps: int,
     sparse: SparseConfig | None,
     num_blocks: int,
-    prefetch: bool = False,
+    prefetch: bool = True,
 ) -> tuple[DecodeState, StepOutput]:
     """Decodes up to ``steps`` tokens a request, all in the program that calls it.
 
@@ -139,8 +139,8 @@ def decode_steps(
       steps: n, static.
       sparse: selection rules; None is dense attention.
       num_blocks: M, blocks a sequence can hold.
-      prefetch: copy what is chosen ahead on a GPU stream of its own, behind attention and MLP. For
-        top-level programs compiled with `host_offload.overlap.COMPILER_OPTIONS`.
+      prefetch: fetch what was chosen ahead behind the layer in front; on a GPU, side by side only
+        in programs compiled with `host_offload.overlap.CONCURRENT_OPTIONS`.
 
     Returns:
       The state and the outputs of the steps stacked on a leading axis of size n. Steps after the
@@ -154,7 +154,7 @@ def decode_steps(
             f"steps per call must not exceed the block size {sparse.geometry.block_size} "
             f"when KV is offloaded, got {steps}"
         )
-    fetcher = None if pool is None else ProgramFetcher(pool, own_stream=prefetch)
+    fetcher = None if pool is None else ProgramFetcher(pool)
     choosers = own_choosers(len(model.layers)) if choosers is None else choosers
 
     def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:

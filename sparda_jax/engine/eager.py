@@ -62,13 +62,18 @@ class CompiledPhases:
         )
         return run(self.layers[index].arrays, self.choosers[index], source, cache, self.step)
 
-    def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
-        """Waits for the miss list; the copies themselves are asynchronous."""
-        return self.fetcher.fetch(index, blocks, plan.source, plan.target, plan.fetched)
+    @property
+    def prefetch(self) -> bool:
+        """Copies are dispatched as soon as their list is on the host."""
+        return True
 
-    def tie(self, q: Array, plan: Plan) -> tuple[Array, Plan]:
+    def fetch(self, index: int, cache: SparseCache) -> SparseCache:
+        """Waits for the miss list; the copies themselves are asynchronous."""
+        return phases.fetch_misses(self.fetcher, index, cache)
+
+    def tie(self, values: phases.Tied) -> phases.Tied:
         """Programs run in the order of their calls anyway."""
-        return q, plan
+        return values
 
     def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
         """See `phases.attend_layer`."""

@@ -96,13 +96,6 @@ class Engine:
             jax.jit(rope_table, static_argnums=(0, 1))(model.config.rope, length)
         )
 
-    @property
-    def prefetch(self) -> bool:
-        """Whether fetches run on a stream of their own."""
-        ahead = any(chooser.ahead for chooser in self.choosers)
-        offloaded = self.config.offload == "host" and self.config.fetch == "program"
-        return self.config.prefetch and ahead and offloaded and self.device.platform == "gpu"
-
     def _check_weights(self, mode: str, what: str, given: object | None) -> None:
         if (self.config.mode == mode) != (given is not None):
             verb = "needs" if given is None else "takes no"
@@ -126,11 +119,11 @@ class Engine:
         return self.programs.on_model(
             decode.decode_steps,
             donate=(3,),
-            options=overlap.COMPILER_OPTIONS if self.prefetch else None,
+            options=overlap.CONCURRENT_OPTIONS if self.device.platform == "gpu" else None,
             steps=self.config.steps_per_call,
             sparse=None if self.config.mode == "dense" else self.sparse,
             num_blocks=num_blocks,
-            prefetch=self.prefetch,
+            prefetch=self.config.prefetch,
         )
 
     def put(self, tree: Any) -> Any:
@@ -239,7 +232,6 @@ class Generation:
             if self.pool is not None:
                 report.host_kv_bytes = self.pool.nbytes
         report.prefill_tokens = int(np.sum(self._lengths))
-        report.context_tokens = int(np.max(self._lengths))
         report.context_tokens = int(np.max(self._lengths))
         report.device_kv_bytes = memory.tree_bytes(layers)
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from host_offload import overlap
 from host_offload.fetch import Fetcher
 from host_offload.slot_cache import assign_slots, compact_misses
 from pallas_kernels.geometry import BlockGeometry
@@ -24,31 +23,26 @@ from pallas_kernels.pool_attention import pool_attention
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine import cache as caches
 from sparda_jax.engine.choosers import Chooser
-from sparda_jax.engine.modules import Parameters
-from sparda_jax.engine.state import LayerCache, SparseCache, Step
+from sparda_jax.engine.state import LayerCache, Misses, SparseCache, Step
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one layer attends and what must be fetched for it.
+    """What one layer attends.
 
     Attributes:
       rows: rows of `SparseCache.blocks` to attend, ascending by block id, -1 for none.
-      source: flat run index in the host pool of each missed (block, KV head).
-      target: flat run index in the slots, likewise.
-      fetched: how many of `source` and `target` count.
       free: selected blocks that no rule forced.
       hits: how many of those were on the device already.
+      fetched: (block, KV head) runs that were not: `SparseCache.misses`.
     """
 
     rows: Int[Array, "B K R"]
-    source: Int[Array, " A"]
-    target: Int[Array, " A"]
-    fetched: Int[Array, ""]
     free: Int[Array, ""]
     hits: Int[Array, ""]
+    fetched: Int[Array, ""]
 
 
 def _plan(
@@ -67,9 +61,7 @@ def _plan(
         # Resident: a block joins the others when the next one begins.
         begins = (step.position % size == 0)[:, None] & (block[..., 0] > 0)
         moved = jnp.broadcast_to(jnp.where(begins, block[..., 0] - 1, -1), wanted.shape[:2])
-        none = jnp.zeros((), jnp.int32)
-        empty = jnp.zeros((0,), jnp.int32)
-        plan = Plan(wanted, empty, empty, none, jnp.sum(free), jnp.sum(free))
+        plan = Plan(wanted, jnp.sum(free), jnp.sum(free), jnp.zeros((), jnp.int32))
     else:
         slots = assign_slots(
             cache.slot_blocks, wanted, retention="spare", last_used=cache.last_used
@@ -79,11 +71,13 @@ def _plan(
         in_ring = slots.miss & (wanted == block - 1)
         moved = jnp.max(jnp.where(in_ring, slots.slot_ids, -1), axis=-1)
         from_host = slots.miss & ~in_ring
-        source, target, count = compact_misses(
-            dataclasses.replace(slots, miss=from_host), wanted, num_blocks=num_blocks
+        misses = Misses(
+            *compact_misses(
+                dataclasses.replace(slots, miss=from_host), wanted, num_blocks=num_blocks
+            )
         )
         hits = jnp.sum(free & ~from_host)
-        plan = Plan(slots.slot_ids, source, target, count, jnp.sum(free), hits)
+        plan = Plan(slots.slot_ids, jnp.sum(free), hits, misses.count)
         assert cache.last_used is not None
         slot = jnp.arange(cache.slot_blocks.shape[2])
         used = jnp.any(slots.slot_ids[..., None] == slot, axis=2)
@@ -91,6 +85,7 @@ def _plan(
             cache,
             slot_blocks=slots.slot_blocks,
             last_used=jnp.where(used, step.position[:, None, None], cache.last_used),
+            misses=misses,
         )
     return caches.move_previous_block(cache, step.position, moved, size), plan
 
@@ -154,8 +149,24 @@ def attend_layer(
     return layer.finish(x, attention)
 
 
+def fetch_misses(fetcher: Fetcher, index: int, cache: SparseCache) -> SparseCache:
+    """The cache with its misses in their slots."""
+    misses = cache.misses
+    assert misses is not None
+    blocks = fetcher.fetch(index, cache.blocks, misses.source, misses.target, misses.count)
+    return dataclasses.replace(cache, blocks=blocks)
+
+
+Tied = TypeVar("Tied")
+
+
 class Phases(Protocol):
     """The phases of one step, run by whoever drives it; layers are named by their number."""
+
+    @property
+    def prefetch(self) -> bool:
+        """Fetch what was chosen ahead behind the layer in front, not when its own turn comes."""
+        ...
 
     def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
         """See `project_layer`."""
@@ -165,12 +176,12 @@ class Phases(Protocol):
         """See `choose_blocks`."""
         ...
 
-    def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
-        """The slots with what `plan` misses."""
+    def fetch(self, index: int, cache: SparseCache) -> SparseCache:
+        """The cache with its misses in their slots."""
         ...
 
-    def tie(self, q: Array, plan: Plan) -> tuple[Array, Plan]:
-        """Both unchanged; a layer attends once the next one's blocks are chosen, if not fetched."""
+    def tie(self, values: Tied) -> Tied:
+        """The same; nothing that uses one of them is computed before all of them are."""
         ...
 
     def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
@@ -186,8 +197,8 @@ def run_layers(
 ) -> tuple[Float[Array, "B 1 D"], tuple[SparseCache, ...], list[Plan]]:
     """All sparse layers of one step: the one place that orders the phases.
 
-    A layer whose blocks are chosen ahead has them fetched before the layer in front of it attends,
-    so that the copy may run behind that attention and MLP.
+    What is chosen ahead, and its fetch, depend on nothing that the layer in front does after its
+    projections, nor that layer on them: both run side by side where the program allows it.
 
     Args:
       phases: how to run each.
@@ -198,25 +209,45 @@ def run_layers(
     """
     held = [cache for cache in layers if isinstance(cache, SparseCache)]
     plans: dict[int, Plan] = {}
+
+    def choose(index: int, source: Array) -> None:
+        held[index], plans[index] = phases.choose(index, source, held[index])
+
     for index in range(len(held)):
         q, normed, held[index] = phases.project(index, x, held[index])
-        if not choosers[index].ahead:
-            plans[index] = _choose(phases, index, q, held)
-        elif index == 0:
-            plans[0] = _choose(phases, 0, normed, held)
-        if index + 1 < len(held) and choosers[index + 1].ahead:
-            ahead = _choose(phases, index + 1, normed, held)
-            q, plans[index + 1] = phases.tie(q, ahead)
+        ahead = index + 1 < len(held) and choosers[index + 1].ahead
+        own = index not in plans
+        if own:
+            choose(index, normed if choosers[index].ahead else q)
+        elif not phases.prefetch:
+            q, misses = phases.tie((q, held[index].misses))
+            held[index] = dataclasses.replace(held[index], misses=misses)
+        if own or not phases.prefetch:
+            held[index] = phases.fetch(index, held[index])
+        if ahead:
+            choose(index + 1, normed)
+        if ahead and phases.prefetch:
+            held[index + 1] = phases.fetch(index + 1, held[index + 1])
         x = phases.attend(index, x, q, held[index], plans[index].rows)
+        if ahead:
+            x, held[index + 1], plans[index + 1] = _tie(
+                phases, x, held[index + 1], plans[index + 1]
+            )
     return x, tuple(held), [plans[index] for index in range(len(held))]
 
 
-def _choose(phases: Phases, index: int, source: Array, held: list[SparseCache]) -> Plan:
-    """Chooses a layer's blocks and fetches what is missing; its cache in `held` is replaced."""
-    cache, plan = phases.choose(index, source, held[index])
-    blocks = phases.fetch(index, cache.blocks, plan)
-    held[index] = dataclasses.replace(cache, blocks=blocks)
-    return plan
+def _tie(
+    phases: Phases, x: Array, cache: SparseCache, plan: Plan
+) -> tuple[Array, SparseCache, Plan]:
+    """Ends a layer: the next one begins once its blocks are chosen, if not fetched.
+
+    Otherwise XLA computes what two layers derive from their choices in one kernel, and the fetch
+    for the first waits for the second's choice.
+    """
+    chosen = (cache.slot_blocks, cache.last_used, cache.misses, plan)
+    x, (slot_blocks, last_used, misses, plan) = phases.tie((x, chosen))
+    cache = dataclasses.replace(cache, slot_blocks=slot_blocks, last_used=last_used, misses=misses)
+    return x, cache, plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +261,7 @@ class TracedPhases:
       step: of this token.
       sparse: selection rules.
       num_blocks: M, blocks a sequence can hold.
-      prefetch: attention and MLP run on a GPU stream of their own, beside a fetch on another.
+      prefetch: see `Phases`.
     """
 
     model: Decoder
@@ -251,33 +282,18 @@ class TracedPhases:
         layer, chooser = self.model.layers[index], self.choosers[index]
         return choose_blocks(layer, chooser, source, cache, self.step, self.sparse, self.num_blocks)
 
-    def fetch(self, index: int, blocks: Array, plan: Plan) -> Array:
+    def fetch(self, index: int, cache: SparseCache) -> SparseCache:
         """Nothing to do where the KV is resident."""
-        if self.fetcher is None:
-            return blocks
-        return self.fetcher.fetch(index, blocks, plan.source, plan.target, plan.fetched)
+        if self.fetcher is None or cache.misses is None:
+            return cache
+        return fetch_misses(self.fetcher, index, cache)
 
-    def tie(self, q: Array, plan: Plan) -> tuple[Array, Plan]:
+    def tie(self, values: Tied) -> Tied:
         """See `Phases.tie`."""
-        # Without it XLA fuses what two layers derive from their choices into one kernel, and the
-        # fetch for the first waits for the second's choice.
-        return jax.lax.optimization_barrier((q, plan))
+        return jax.lax.optimization_barrier(values)
 
     def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
         """See `attend_layer`."""
         size = self.sparse.geometry.block_size
-        layer = Parameters.of(self.model.layers[index])
-
-        def attend(
-            arrays: tuple[Array, ...],
-            x: Array,
-            q: Array,
-            blocks: Array,
-            tail: Array,
-            rows: Array,
-            step: Step,
-        ) -> Array:
-            return attend_layer(layer.merge(arrays), x, q, blocks, tail, rows, step, size)
-
-        run = overlap.on_stream(attend, overlap.COMPUTE_STREAM) if self.prefetch else attend
-        return run(layer.arrays, x, q, cache.blocks, cache.tail, rows, self.step)
+        layer = self.model.layers[index]
+        return attend_layer(layer, x, q, cache.blocks, cache.tail, rows, self.step, size)

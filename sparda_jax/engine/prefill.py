@@ -18,7 +18,7 @@ from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine.decode import end_step
-from sparda_jax.engine.state import DecodeState, DenseCache
+from sparda_jax.engine.state import DecodeState, DenseCache, Misses
 from sparda_jax.forecast.projection import project
 from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
 from sparda_jax.models.decoder import Decoder, DecoderLayer
@@ -195,11 +195,18 @@ def partial_cache(kv: Float[Array, "B K M 2 P H"], skew: Skew) -> Float[Array, "
 
 
 def empty_slots(
-    *, shape: tuple[int, ...], dtype: jnp.dtype
-) -> tuple[Float[Array, "B K Z 2 P H"], Int[Array, "B K Z"], Int[Array, "B K Z"]]:
-    """Device slots that hold nothing, their block ids and when they were last used."""
+    *, shape: tuple[int, ...], dtype: jnp.dtype, selected: int
+) -> tuple[Float[Array, "B K Z 2 P H"], Int[Array, "B K Z"], Int[Array, "B K Z"], Misses]:
+    """Device slots that hold nothing, their block ids, when they were last used, and no misses.
+
+    Args:
+      shape: of the slots.
+      dtype: likewise.
+      selected: blocks that a KV head can miss in one step.
+    """
     none = jnp.full(shape[:3], -1, jnp.int32)
-    return jnp.zeros(shape, dtype), none, none
+    runs = jnp.zeros(shape[0] * shape[1] * selected, jnp.int32)
+    return jnp.zeros(shape, dtype), none, none, Misses(runs, runs, jnp.zeros((), jnp.int32))
 
 
 def embed(model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -106,9 +106,10 @@ class PromptRun:
             partial = programs.plain(prefill.partial_cache)(kv, chooser.skew)
         tail, window = programs.plain(prefill.decode_tail, sparse=self._engine.sparse)(kv, lengths)
         if self._pool is None:
-            return SparseCache(kv, None, None, tail, window, compressed, partial)
+            return SparseCache(kv, None, None, None, tail, window, compressed, partial)
         self._pool.store_layer(index, kv)
         shape = (*kv.shape[:2], plan.slots, *kv.shape[3:])
-        empty = programs.plain(prefill.empty_slots, shape=shape, dtype=kv.dtype)
-        slots, slot_blocks, last_used = empty()
-        return SparseCache(slots, slot_blocks, last_used, tail, window, compressed, partial)
+        empty = programs.plain(
+            prefill.empty_slots, shape=shape, dtype=kv.dtype, selected=plan.selected
+        )
+        return SparseCache(*empty(), tail, window, compressed, partial)

@@ -33,6 +33,22 @@ class DenseCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Misses:
+    """What the newest selection of a layer has to fetch.
+
+    Attributes:
+      source: flat run index in the host pool of each missed (block, KV head).
+      target: flat run index in the slots, likewise.
+      count: how many of them count.
+    """
+
+    source: Int[Array, " A"]
+    target: Int[Array, " A"]
+    count: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class SparseCache:
     """What the device holds of one layer in sparse mode.
 
@@ -41,6 +57,8 @@ class SparseCache:
         the slots, Z blocks that were fetched from the host pool.
       slot_blocks: block id in each slot, -1 empty; None when resident.
       last_used: position of the token that last selected what is in each slot; None when resident.
+      misses: what the newest selection fetched; None when resident. Part of the state so that these
+        lists have memory of their own: a copy that runs behind other work may still read them.
       tail: the last two KV blocks, block j in row j % 2. New tokens are written here; the filled
         block stays until the next one is full, which is when the host copy is known to exist.
       window: the last `kernel_size` keys, position p at row p % kernel_size.
@@ -51,6 +69,7 @@ class SparseCache:
     blocks: Float[Array, "B K Z 2 P H"]
     slot_blocks: Int[Array, "B K Z"] | None
     last_used: Int[Array, "B K Z"] | None
+    misses: Misses | None
     tail: Float[Array, "B K 2 2 P H"]
     window: Float[Array, "B K E H"]
     compressed: Float[Array, "B K C H"]

@@ -4,15 +4,19 @@ Random weights and caches, made on the device, in a model's real shape. Random h
 blocks at random, which no text does, so the selection kernels run and what they chose is replaced
 by a trace with the hit rate asked for. The caches of prefill are not computed but drawn. One
 layer's pool stands for those of all layers: to pin all would take longer than the benchmark.
+
+Beside every offloaded mode stand its parts, measured in the same run: the same program with a trace
+that never misses, and a program of the same copies alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +24,35 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from host_offload import memory
+from host_offload.fetch import ProgramFetcher
 from pallas_kernels.block_selection import Selection
 from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
 from sparda_jax.engine.choosers import Chooser
 from sparda_jax.engine.generate import Engine
 from sparda_jax.engine.plan import BatchPlan
+from sparda_jax.engine.programs import Program
 from sparda_jax.engine.state import (
     DecodeState,
+    Misses,
     SamplingState,
     SparseCache,
     Step,
     sampling_fields,
 )
-from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
+from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Session, Timing
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
+from sparda_jax.sparse.infinigen import InfiniGen
 
 STEPS_PER_CALL = 32
+# Bytes a second that the host link gives to large copies (an H200 on PCIe 5 x16; DESIGN, sec. 7).
+HOST_LINK = 53e9
 # (name, engine settings)
 MODES: dict[str, dict[str, Any]] = {
+    "dense_resident": {"mode": "sparse", "offload": "none"},
     "sparse_resident": {"mode": "sparse", "offload": "none"},
     "sparse_offload": {"mode": "sparse", "offload": "host"},
+    "infinigen": {"mode": "infinigen", "offload": "host"},
     "sparda_no_prefetch": {"mode": "sparda", "offload": "host", "prefetch": False},
     "sparda": {"mode": "sparda", "offload": "host"},
 }
@@ -110,6 +122,36 @@ class Traced:
         return Selection(ids[:, :, None] + jnp.minimum(chosen.count, 0)[..., None], chosen.count)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EveryBlock:
+    """Dense attention as the decode kernel does it: all blocks so far, nothing scored."""
+
+    ahead: ClassVar[bool] = False
+
+    def append(
+        self, cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"]
+    ) -> SparseCache:
+        """Nothing more to keep."""
+        return cache
+
+    def choose(
+        self,
+        layer: Any,
+        source: Array,
+        cache: SparseCache,
+        step: Step,
+        sparse: SparseConfig,
+        num_blocks: int,
+    ) -> Selection:
+        """Every block up to the token's own."""
+        own = (step.position // sparse.geometry.block_size)[:, None, None, None]
+        heads = cache.blocks.shape[1]
+        ids = jnp.arange(num_blocks, dtype=jnp.int32)
+        ids = jnp.broadcast_to(ids, (own.shape[0], heads, 1, num_blocks))
+        return Selection(jnp.where(ids <= own, ids, -1), jnp.sum(ids <= own, axis=-1))
+
+
 def make_trace(
     workload: Workload, sparse: SparseConfig, heads: int, rng: np.random.Generator
 ) -> Int[np.ndarray, "U B K R"]:
@@ -146,18 +188,18 @@ def make_trace(
 def rows(
     model_config: ModelConfig,
     sparse: SparseConfig,
-    workload: Workload,
-    modes: list[str],
+    workloads: Sequence[Workload],
+    modes: Sequence[str],
     *,
     prefix: str,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
-    """One row a mode: milliseconds a step, after a call that fills the slots.
+    """One row for every workload and mode: tokens a second, after a call that fills the slots.
 
     Args:
       model_config: shape of the model.
       sparse: selection rules.
-      workload: what is decoded.
+      workloads: what is decoded; those that differ in the hit rate alone share their programs.
       modes: names in `MODES`.
       prefix: of the rows' names.
       report: told what is being done.
@@ -165,67 +207,217 @@ def rows(
     Raises:
       ValueError: a context without room for the free blocks.
     """
-    room = workload.context // sparse.geometry.block_size - sparse.local_blocks
-    if room - sparse.init_blocks < 2 * (sparse.budget_blocks - sparse.forced_blocks):
-        raise ValueError(f"a context of {workload.context} tokens is too short for this policy")
-    model = Decoder.random(model_config, dtype=jnp.bfloat16)
-    forecast = Forecast.random(model_config, dtype=jnp.bfloat16)
-    trace = make_trace(workload, sparse, model_config.num_kv_heads, np.random.default_rng(0))
-    name = f"{prefix}/{workload.context // 1024}K/B{workload.batch}/hit{workload.hit_rate}"
-    for mode in modes:
-        config = EngineConfig(
-            steps_per_call=STEPS_PER_CALL,
-            max_length=workload.context + workload.steps,
-            **MODES[mode],
-        )
-        weights = forecast if config.mode == "sparda" else None
-        engine = Engine(model, sparse=sparse, config=config, forecast=weights)
-        times, hit_rate, moved = _decode(engine, workload, trace, report)
-        low, high = min(times), max(times)
-        timing = Timing(statistics.median(times), (low, high), len(times))
-        report(
-            f"{name}/{mode}: {timing.median:.2f} ms a step, "
-            f"{1e3 * workload.batch / timing.median:.0f} tok/s, hit rate {hit_rate:.3f}, "
-            f"{moved / timing.median * 1e-6:.1f} GB/s"
-        )
-        yield Row(f"{name}/{mode}", timing, "ms", "lower")
-        del engine
+    for workload in workloads:
+        room = workload.context // sparse.geometry.block_size - sparse.local_blocks
+        if room - sparse.init_blocks < 2 * (sparse.budget_blocks - sparse.forced_blocks):
+            raise ValueError(f"a context of {workload.context} tokens is too short for this policy")
+    bench = Bench(model_config, sparse, report)
+    for workload in workloads:
+        for mode in modes:
+            yield bench.row(prefix, workload, mode)
 
 
-def _decode(
-    engine: Engine, workload: Workload, trace: np.ndarray, report: Callable[[str], None]
-) -> tuple[list[float], float, float]:
-    """Milliseconds a step of every timed call, hit rate, bytes fetched a step."""
-    prompt = [0] * workload.context
-    request = SamplingParams(max_new_tokens=workload.steps)
-    plan = engine.prepare([prompt] * workload.batch, request).plan
-    pool = None
-    if plan.slots:
-        layer = _random_blocks(engine, plan, plan.num_blocks, seed=1)
-        pool = (jax.device_put(layer, memory.host_sharding(engine.device)),) * len(engine.layers)
-        layer.delete()
-    state = _state(engine, plan, workload)
-    shared = engine.put((trace, np.int32(workload.context)))
-    choosers: tuple[Chooser, ...] = tuple(Traced(each, *shared) for each in engine.choosers)
-    program = engine.decode_program(plan.num_blocks)
-    arguments = engine.parameters.arrays, engine.rope, pool
-    start = time.perf_counter()
-    program.compile(*arguments, state, choosers)
-    report(f"compiled in {time.perf_counter() - start:.1f} s")
-    times, free, hits, fetched = [], 0, 0, 0
-    for call in range(workload.calls + 1):
+class Bench:
+    """One model's weights, and the engines that decode with them.
+
+    Args:
+      model_config: shape of the model.
+      sparse: selection rules.
+      report: told what is being done.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, sparse: SparseConfig, report: Callable[[str], None]
+    ):
+        self.sparse, self.report = sparse, report
+        self.model = Decoder.random(model_config, dtype=jnp.bfloat16)
+        self._bandwidth = Session().copy_bandwidth
+        self._engines: dict[tuple, Engine] = {}
+
+    def engine(self, workload: Workload, mode: str) -> Engine:
+        """The engine of a mode; workloads of one context share it and its programs."""
+        key = (mode, workload.context, workload.steps)
+        if key not in self._engines:
+            config, shape = (
+                EngineConfig(
+                    steps_per_call=STEPS_PER_CALL,
+                    max_length=workload.context + workload.steps,
+                    **MODES[mode],
+                ),
+                self.model.config,
+            )
+            forecast = infinigen = None
+            if config.mode == "sparda":
+                forecast = Forecast.random(shape, dtype=jnp.bfloat16)
+            if config.mode == "infinigen":
+                eye = jnp.eye(shape.head_dim, shape.head_dim // 4)
+                skew = jnp.broadcast_to(eye, (shape.num_kv_heads, *eye.shape))
+                infinigen = InfiniGen((skew,) * shape.num_layers)
+            sparse = self.sparse
+            if mode == "dense_resident":
+                sparse = sparse.with_all_blocks(config.max_length)
+            # One mode at a time: their caches together exceed the device.
+            self._engines = {
+                key: Engine(
+                    self.model, sparse=sparse, config=config, forecast=forecast, infinigen=infinigen
+                )
+            }
+        return self._engines[key]
+
+    def row(self, prefix: str, workload: Workload, mode: str) -> Row:
+        """Measures one mode."""
+        engine = self.engine(workload, mode)
+        run = Run(engine, workload, mode, self.report)
+        decode = run(workload.hit_rate)
+        plan, batch = run.plan, workload.batch
+        weights = memory.tree_bytes(engine.parameters.arrays)
+        # What a step reads of the device's memory, at least.
+        cached = plan.batch * engine.model.config.num_layers * run.step_bytes
+        floor = (weights + cached) / self._bandwidth
+        details = {
+            "ms_per_step": decode.milliseconds,
+            "hit_rate": decode.hit_rate,
+            "moved_mb_per_step": decode.moved * 1e-6,
+            "moved_gb_per_s": decode.moved / decode.milliseconds * 1e-6,
+            "device_kv_gib": plan.device_kv_bytes / 2**30,
+            "device_gib": (plan.device_kv_bytes + weights) / 2**30,
+            "host_kv_gib": plan.host_kv_bytes / 2**30,
+        }
+        if plan.slots:
+            alone = run(1.0).milliseconds, run.fetch_alone(decode.moved)
+            details["compute_alone_ms"], details["fetch_alone_ms"] = alone
+            details["over_the_larger"] = decode.milliseconds / max(alone)
+        roofline = 1e3 * max(floor, decode.moved / HOST_LINK)
+        times = sorted(1e3 * batch / each for each in decode.times)
+        timing = Timing(statistics.median(times), (times[0], times[-1]), len(times))
+        name = f"{prefix}/{workload.context // 1024}K/B{batch}/hit{workload.hit_rate}/{mode}"
+        told = ", ".join(f"{key} {value:.4g}" for key, value in details.items())
+        self.report(f"{name}: {timing.median:.0f} tok/s, {told}")
+        share = roofline / decode.milliseconds
+        return Row(name, timing, "tok/s", "higher", of_roofline=share, details=details)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What the timed calls did.
+
+    Attributes:
+      times: milliseconds a step of every call.
+      hit_rate: of the free blocks.
+      moved: bytes fetched a step.
+    """
+
+    times: list[float]
+    hit_rate: float
+    moved: float
+
+    @property
+    def milliseconds(self) -> float:
+        """Median of a step."""
+        return statistics.median(self.times)
+
+
+class Run:
+    """One mode of one workload: its pool, and calls from a state of its own each time.
+
+    Attributes:
+      plan: sizes of the batch.
+      step_bytes: of one sequence and layer that a step reads: what it attends, and the keys scored.
+    """
+
+    def __init__(
+        self, engine: Engine, workload: Workload, mode: str, report: Callable[[str], None]
+    ):
+        self._engine, self._workload, self._mode, self._report = engine, workload, mode, report
+        prompt = [0] * workload.context
+        request = SamplingParams(max_new_tokens=workload.steps)
+        self.plan: BatchPlan = engine.prepare([prompt] * workload.batch, request).plan
+        config, size = engine.model.config, engine.sparse.geometry.block_size
+        row = config.num_kv_heads * config.head_dim * engine.model.dtype.itemsize
+        scored = (
+            0
+            if mode == "dense_resident"
+            else engine.sparse.geometry.num_compressed(workload.context)
+        )
+        self.step_bytes = (2 * (self.plan.selected + 1) * size + scored) * row
+        self._pool = None
+        if self.plan.slots:
+            layer = _random_blocks(engine, self.plan, self.plan.num_blocks, seed=1)
+            pinned = jax.device_put(layer, memory.host_sharding(engine.device))
+            self._pool = (pinned.block_until_ready(),) * config.num_layers
+            layer.delete()
+
+    def __call__(self, hit_rate: float) -> Decoded:
+        """Decodes at a hit rate; the first call, which fills the slots, is not timed."""
+        engine, workload = self._engine, dataclasses.replace(self._workload, hit_rate=hit_rate)
+        state = _state(engine, self.plan, workload)
+        program = engine.decode_program(self.plan.num_blocks)
+        arguments = engine.parameters.arrays, engine.rope, self._pool
+        choosers = self._choosers(workload)
         start = time.perf_counter()
-        state, outputs = program(*arguments, state, choosers)
-        outputs = jax.device_get(outputs)
-        seconds = time.perf_counter() - start
-        assert outputs.emitted.all(), "a row stopped or met logits that are not finite"
-        if call:
-            times.append(1e3 * seconds / STEPS_PER_CALL)
-            free, hits = free + outputs.free.sum(), hits + outputs.hits.sum()
-            fetched += outputs.fetched.sum()
-    config = engine.model.config
-    run = 2 * engine.sparse.geometry.block_size * config.head_dim * engine.model.dtype.itemsize
-    return times, hits / free, fetched * run / (workload.calls * STEPS_PER_CALL)
+        program.compile(*arguments, state, choosers)
+        self._report(f"compiled in {time.perf_counter() - start:.1f} s")
+        times, free, hits, fetched = [], 0, 0, 0
+        for call in range(workload.calls + 1):
+            start = time.perf_counter()
+            state, outputs = program(*arguments, state, choosers)
+            outputs = jax.device_get(outputs)
+            seconds = time.perf_counter() - start
+            assert outputs.emitted.all(), "a row stopped or met logits that are not finite"
+            if call:
+                times.append(1e3 * seconds / STEPS_PER_CALL)
+                free, hits = free + outputs.free.sum(), hits + outputs.hits.sum()
+                fetched += outputs.fetched.sum()
+        moved = fetched * self._run_bytes / (workload.calls * STEPS_PER_CALL)
+        return Decoded(times, hits / free, moved)
+
+    @property
+    def _run_bytes(self) -> int:
+        config, size = self._engine.model.config, self._engine.sparse.geometry.block_size
+        return 2 * size * config.head_dim * self._engine.model.dtype.itemsize
+
+    def _choosers(self, workload: Workload) -> tuple[Chooser, ...]:
+        engine = self._engine
+        if self._mode == "dense_resident":
+            return (EveryBlock(),) * len(engine.layers)
+        heads = engine.model.config.num_kv_heads
+        trace = make_trace(workload, engine.sparse, heads, np.random.default_rng(0))
+        shared = engine.put((trace, np.int32(workload.context)))
+        return tuple(Traced(each, *shared) for each in engine.choosers)
+
+    def fetch_alone(self, moved: float) -> float:
+        """Milliseconds of a step's copies: `moved` bytes in all, one layer after the other."""
+        engine, plan, pool = self._engine, self.plan, self._pool
+        assert pool is not None
+        layers = len(pool)
+        count = round(moved / self._run_bytes / layers)
+        if count == 0:
+            return 0.0
+        rng = np.random.default_rng(3)
+        pairs = plan.batch * engine.model.config.num_kv_heads
+        source = rng.permutation(pairs * plan.num_blocks)[:count].astype(np.int32)
+        target = rng.permutation(pairs * plan.slots)[:count].astype(np.int32)
+        lists = engine.put((source, target, np.int32(count)))
+        slots = _random_blocks(engine, plan, plan.slots, seed=4)
+        program = Program(functools.partial(_fetches, layers * STEPS_PER_CALL), donate=(1,))
+        slots = program(pool[0], slots, *lists)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            slots = program(pool[0], slots, *lists).block_until_ready()
+            times.append(1e3 * (time.perf_counter() - start) / STEPS_PER_CALL)
+        return statistics.median(times)
+
+
+def _fetches(
+    times: int, pool: Array, slots: Array, source: Array, target: Array, count: Array
+) -> Array:
+    fetcher = ProgramFetcher((pool,))
+
+    def one(_: Array, slots: Array) -> Array:
+        return fetcher.fetch(0, slots, source, target, count)
+
+    return jax.lax.fori_loop(0, times, one, slots)
 
 
 def _random_blocks(engine: Engine, plan: BatchPlan, count: int, *, seed: int) -> jax.Array:
@@ -244,15 +436,23 @@ def _state(engine: Engine, plan: BatchPlan, workload: Workload) -> DecodeState:
     def layer(seed: int) -> SparseCache:
         blocks = _random_blocks(engine, plan, plan.slots or plan.num_blocks, seed=seed)
         empty = jnp.full(blocks.shape[:3], -1, jnp.int32) if plan.slots else None
+        partial = None
+        if engine.config.mode == "infinigen" and seed:
+            few = (batch, heads, plan.num_blocks * geometry.block_size, config.head_dim // 4)
+            partial = draw(jax.random.key(3000 + seed), few, dtype)
         count = int(geometry.num_compressed(plan.num_blocks * geometry.block_size))
         key = jax.random.key(1000 + seed)
+        runs = jnp.zeros(batch * heads * plan.selected, jnp.int32)
+        misses = None if empty is None else Misses(runs, jnp.array(runs), jnp.zeros((), jnp.int32))
         return SparseCache(
             blocks,
             empty,
             None if empty is None else jnp.array(empty),  # donated apart
+            misses,
             _random_blocks(engine, plan, 2, seed=2000 + seed),
             draw(key, (batch, heads, geometry.kernel_size, config.head_dim), dtype),
             draw(key, (batch, heads, count, config.head_dim), dtype),
+            partial,
         )
 
     requests = [SamplingParams(max_new_tokens=workload.steps)] * batch

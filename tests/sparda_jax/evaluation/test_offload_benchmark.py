@@ -43,19 +43,30 @@ def test_trace_keeps_the_share_asked_for(hit_rate):
     assert np.mean(kept) == pytest.approx(hit_rate, abs=0.01)
 
 
+@pytest.fixture(autouse=True)
+def known_bandwidth(monkeypatch):
+    """Measuring it takes 8 GiB."""
+    monkeypatch.setattr(offload_benchmark.Session, "copy_bandwidth", 1e10)
+
+
 def test_the_engine_meets_the_hit_rate_and_modes_agree_on_it():
-    said = []
     workload = Workload(1024, 2, 0.8, calls=1)
     modes = list(offload_benchmark.MODES)
-    found = list(
-        offload_benchmark.rows(MODEL, SPARSE, workload, modes, prefix="x", report=said.append)
-    )
-    assert [row.name for row in found] == [f"x/1K/B2/hit0.8/{mode}" for mode in modes]
-    rates = [line for line in said if "hit rate" in line]
-    assert "hit rate 1.000" in rates[0]
-    assert all("hit rate 0.8" in line or "hit rate 0.79" in line for line in rates[1:])
+    found = {}
+    for row in offload_benchmark.rows(MODEL, SPARSE, [workload], modes, prefix="x"):
+        assert row.unit == "tok/s" and row.timing.median > 0
+        found[row.name.removeprefix("x/1K/B2/hit0.8/")] = row.details
+    assert list(found) == modes
+    for mode, details in found.items():
+        resident = "resident" in mode
+        assert details["hit_rate"] == (1 if resident else pytest.approx(0.8, abs=0.02))
+        assert (details["moved_mb_per_step"] == 0) == resident
+        assert ("over_the_larger" in details) != resident
+    # Layers x requests x KV heads x free blocks x misses x bytes of a run.
+    moved = 2 * 2 * 2 * 10 * 0.2 * (2 * 32 * 8 * 2) * 1e-6
+    assert found["sparda"]["moved_mb_per_step"] == pytest.approx(moved, rel=0.1)
 
 
 def test_a_context_without_room_is_refused():
     with pytest.raises(ValueError, match="256 tokens is too short"):
-        next(offload_benchmark.rows(MODEL, SPARSE, Workload(256, 1, 0.9), ["sparda"], prefix="x"))
+        next(offload_benchmark.rows(MODEL, SPARSE, [Workload(256, 1, 0.9)], ["sparda"], prefix="x"))
