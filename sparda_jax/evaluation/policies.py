@@ -31,7 +31,7 @@ from sparda_jax.evaluation.selectors import (
     select,
 )
 from sparda_jax.forecast.projection import Forecast
-from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
+from sparda_jax.models.attention import causal_attention
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse.infinigen import InfiniGen
@@ -166,9 +166,7 @@ def _attend_dense(layer: DecoderLayer, x: Array, state: LayerState, kv: Array) -
         kv[:, :, :, side].reshape(*kv.shape[:2], -1, kv.shape[-1]).swapaxes(1, 2)[:, :count]
         for side in range(2)
     )
-    if cudnn_serves(state.q):
-        return layer.finish(x, dense_attention(state.q, k, v, None))
-    return layer.finish(x, chunk_attention(state.q, k, v, state.positions))
+    return layer.finish(x, causal_attention(state.q, k, v, state.positions))
 
 
 @partial(jax.jit, static_argnames="width")

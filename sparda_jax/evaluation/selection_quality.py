@@ -26,8 +26,9 @@ import numpy as np
 from pallas_kernels.chunking import map_chunks
 from sparda_jax.config import SparseConfig
 from sparda_jax.evaluation.policies import DENSE, LayerStep, Policy, forward
-from sparda_jax.evaluation.selectors import CHUNK_BYTES, block_mass, forced_blocks, take_best
+from sparda_jax.evaluation.selectors import CHUNK_BYTES, forced_blocks, take_best
 from sparda_jax.models.decoder import Decoder
+from sparda_jax.sparse.mass import block_mass
 from sparda_jax.typing import Array, Bool, Float, Int
 
 # (numerator, denominator) of every meter, as fields of `Counts`.

@@ -21,12 +21,12 @@ from pallas_kernels.block_selection.reference import (
     pool_scores,
 )
 from pallas_kernels.chunking import map_chunks
-from pallas_kernels.grouping import MASKED, group_queries
 from sparda_jax.config import SparseConfig
 from sparda_jax.forecast.projection import ForecastLayer
 from sparda_jax.models.decoder import DecoderLayer
 from sparda_jax.sparse.forecast import visible_windows
 from sparda_jax.sparse.infinigen import Skew, partial_keys, speculate, token_block_scores
+from sparda_jax.sparse.mass import block_mass
 from sparda_jax.typing import Array, Bool, Float, Int
 
 # Bound on the float32 scores of one chunk of query tokens.
@@ -224,35 +224,6 @@ class Oracle:
     def size(self, state: LayerState) -> int:
         """See `Selector`."""
         return state.q.shape[2] * state.keys.shape[2]
-
-
-def block_mass(
-    q: Float[Array, "B T N H"],
-    keys: Float[Array, "B K S H"],
-    positions: Int[Array, "B T"],
-    block_size: int,
-) -> Float[Array, "B K T M"]:
-    """Attention of every block under dense causal attention, summed over the G heads: G in all.
-
-    Of size N x T x S: callers take chunks of T.
-
-    Args:
-        q: queries after RoPE.
-        keys: keys after RoPE, S a multiple of P.
-        positions: of the queries.
-        block_size: P.
-    """
-    batch, count, heads, width = q.shape
-    groups, length = keys.shape[1:3]
-    # 16-bit products are exact in the float32 sum; float32 ones are taken as such.
-    queries = group_queries(q, groups).astype(keys.dtype)
-    dots = jnp.einsum("bkth,bksh->bkts", queries, keys, preferred_element_type=jnp.float32)
-    shape = (batch, groups, heads // groups, count, length)
-    scores = dots.reshape(shape) * width**-0.5
-    token = jnp.arange(length, dtype=jnp.int32)
-    seen = token <= positions[:, None, None, :, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
-    return weights.reshape(*shape[:-1], -1, block_size).sum((2, -1))
 
 
 def forced_blocks(

@@ -58,6 +58,25 @@ def dense_attention(
     )
 
 
+def causal_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+    """Dense attention of whole sequences, T x T in no memory whatever the device.
+
+    Args:
+        q: queries after RoPE.
+        k: keys after RoPE.
+        v: values.
+        positions: 0 .. T-1 in every row.
+    """
+    if cudnn_serves(q):
+        return dense_attention(q, k, v, None)
+    return chunk_attention(q, k, v, positions)
+
+
 def masked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
