@@ -162,6 +162,23 @@ def _in(header: TensorHeader) -> str:
     return f"{header.file}: " if header.file else ""
 
 
+def located(
+    config: ModelConfig, source: TensorSource, *, importance: bool = True
+) -> tuple[ModelConfig, dict[Path, Stored]]:
+    """The completed config, and where each parameter lies; see `assemble` for the arguments."""
+    headers = {name: h for name, h in source.headers.items() if not FORECAST.match(name)}
+    config = completed(config, headers)
+    if config.kv_importance and not importance:
+        config = dataclasses.replace(config, kv_importance=False)
+        headers = {name: h for name, h in headers.items() if not IMPORTANCE.match(name)}
+    # A tied head that is stored a second time is judged by its values: after all else is checked.
+    copy = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    where = check_headers(config, {name: h for name, h in headers.items() if name not in copy})
+    if any(name in headers and not _is_redundant_head(config, source, name) for name in copy):
+        check_headers(config, headers)
+    return config, where
+
+
 def assemble(
     config: ModelConfig,
     source: TensorSource,
@@ -188,17 +205,9 @@ def assemble(
             tensors; a mesh that does not divide the model; too little memory. With
             `check_finite`, tensors that are not finite, afterwards.
     """
-    headers = {name: h for name, h in source.headers.items() if not FORECAST.match(name)}
-    config = completed(config, headers)
-    if config.kv_importance and not importance:
-        config = dataclasses.replace(config, kv_importance=False)
-        headers = {name: h for name, h in headers.items() if not IMPORTANCE.match(name)}
+    config, where = located(config, source, importance=importance)
     if mesh is not None:
         check_mesh(config, mesh)
-    copy = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    check_headers(config, {name: h for name, h in headers.items() if name not in copy})
-    headers = {n: h for n, h in headers.items() if not _is_redundant_head(config, source, n)}
-    where = check_headers(config, headers)
     graph, flat = _abstract(config, jnp.dtype(dtype))
     parameters = dict(flat)
     place = None if mesh is None else place_on(mesh)
@@ -207,7 +216,7 @@ def assemble(
     broken: dict[str, list[jax.Array]] = {}
     flying: deque[tuple[int, jax.Array]] = deque()
     # In the order of the files, so that each is opened once.
-    for path in sorted(where, key=lambda path: headers[where[path].names[0]].file):
+    for path in sorted(where, key=lambda path: source.headers[where[path].names[0]].file):
         abstract, stored = parameters[path].get_value(), where[path]
         sharding = None if place is None else place(path, abstract.shape)
         value, flags = _load(source, stored, abstract, sharding, progress)
@@ -251,7 +260,7 @@ def _load(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """One parameter on its devices, and for each shard whether all of it is finite."""
     if sharding is None:
-        array = _read(source, stored, tuple(slice(0, size) for size in abstract.shape))
+        array = read_parameter(source, stored, tuple(slice(0, size) for size in abstract.shape))
         progress(array.nbytes)
         # Not committed to a device: it may be used with arrays of any.
         value, finite = _convert(jnp.asarray(array), abstract.dtype, stored.transposed)
@@ -264,7 +273,7 @@ def _load(
         whole = tuple(slice(*part.indices(size)) for part, size in parts)
         if repr(whole) not in read:
             # Devices that hold the same part (data parallel) share what was read.
-            read = {repr(whole): _read(source, stored, whole)}
+            read = {repr(whole): read_parameter(source, stored, whole)}
             progress(read[repr(whole)].nbytes)
         part = jax.device_put(read[repr(whole)], device)
         shard, finite = _convert(part, abstract.dtype, stored.transposed)
@@ -273,7 +282,7 @@ def _load(
     return jax.make_array_from_single_device_arrays(abstract.shape, sharding, shards), flags
 
 
-def _read(source: TensorSource, stored: Stored, index: Index) -> np.ndarray:
+def read_parameter(source: TensorSource, stored: Stored, index: Index) -> np.ndarray:
     """The part of a parameter that `index` names, as stored (not transposed)."""
     if stored.transposed:
         index = (*index[:-2], index[-1], index[-2])

@@ -10,26 +10,34 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 
 from pallas_kernels.geometry import BlockGeometry
-from sparda_jax.checkpoints.assemble import SOURCE_DTYPES, TensorHeader
+from sparda_jax.checkpoints.assemble import (
+    SOURCE_DTYPES,
+    TensorHeader,
+    abstract_parameters,
+    located,
+    read_parameter,
+)
 from sparda_jax.checkpoints.names import FORECAST, published_name
+from sparda_jax.checkpoints.names import Path as ParameterPath
 from sparda_jax.checkpoints.safetensors import (
     SafetensorsSource,
     read_headers,
+    read_json,
     read_metadata,
     read_tensors,
 )
+from sparda_jax.checkpoints.whole import write_whole
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.models.decoder import Decoder
 
@@ -53,15 +61,42 @@ def model_fingerprint(model: Decoder) -> str:
     Rounded to bfloat16 so that a model loaded as float32 and as bfloat16 is the same one; sampled
     (at most 1024 values a tensor) so that it costs no time at 8 billion weights.
     """
-    config = model.config
+    flat = nnx.to_flat_state(nnx.state(model))
+
+    def sample(value: jax.Array) -> np.ndarray:
+        step = max(1, value.size // _SAMPLE)
+        return np.asarray(value.reshape(-1)[::step].astype(jnp.bfloat16))
+
+    values = [(path, p.get_value()) for path, p in flat]
+    return _fingerprint(model.config, [(path, v.shape, partial(sample, v)) for path, v in values])
+
+
+def checkpoint_fingerprint(folder: Path) -> str:
+    """`model_fingerprint` of a checkpoint folder, a tensor at a time and without a device."""
+    with SafetensorsSource(folder) as source:
+        config = ModelConfig.from_huggingface(read_json(folder / "config.json"))
+        config, where = located(config, source)
+        shapes = {path: p.shape for path, p in abstract_parameters(config).items()}
+
+        def sample(path: ParameterPath) -> np.ndarray:
+            array = read_parameter(source, where[path], tuple(slice(0, n) for n in shapes[path]))
+            array = array.swapaxes(-1, -2) if where[path].transposed else array
+            step = max(1, array.size // _SAMPLE)
+            return array.reshape(-1)[::step].astype(jnp.bfloat16)
+
+        return _fingerprint(config, [(p, shapes[p], partial(sample, p)) for p in shapes])
+
+
+def _fingerprint(
+    config: ModelConfig,
+    parameters: Iterable[tuple[ParameterPath, tuple[int, ...], Callable[[], np.ndarray]]],
+) -> str:
     digest = hashlib.sha256()
     digest.update(f"{config.num_heads} {config.num_kv_heads} {config.head_dim}".encode())
-    flat = nnx.to_flat_state(nnx.state(model))
-    named = [(published_name(config, path), str(path), p.get_value()) for path, p in flat]
-    for name, _, value in sorted(named, key=lambda entry: entry[:2]):
-        sample = value.reshape(-1)[:: max(1, value.size // _SAMPLE)]
-        digest.update(f"{name} {value.shape}".encode())
-        digest.update(np.asarray(sample.astype(jnp.bfloat16)).tobytes())
+    named = [(published_name(config, entry[0]), str(entry[0]), *entry[1:]) for entry in parameters]
+    for name, _, shape, sample in sorted(named, key=lambda entry: entry[:2]):
+        digest.update(f"{name} {shape}".encode())
+        digest.update(sample().tobytes())
     return digest.hexdigest()
 
 
@@ -70,6 +105,7 @@ def write_forecast(
     tensors: Mapping[str, np.ndarray],
     sparse: SparseConfig,
     fingerprint: str,
+    lookahead: int = 1,
 ) -> None:
     """Writes a file that is either whole or not there.
 
@@ -78,30 +114,20 @@ def write_forecast(
         tensors: by published name, `[out, in]`.
         sparse: what the projections were trained for.
         fingerprint: of the base model.
+        lookahead: layers between the state that a projection reads and the layer it selects for.
     """
-    path = Path(path)
-    header = {
+    header: dict[str, Any] = {
         "version": VERSION,
         "base_model": fingerprint,
         "sparse": dataclasses.asdict(sparse),
     }
-    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    # In the same folder, so that the rename cannot become a copy.
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-    os.close(handle)
-    try:
-        save_file(contiguous, partial, metadata={KEY: json.dumps(header)})
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    if lookahead != 1:
+        header["lookahead"] = lookahead
+    write_whole(path, tensors, KEY, header)
 
 
 def read_forecast(
-    path: str | Path, config: ModelConfig, fingerprint: str | None
+    path: str | Path, config: ModelConfig, fingerprint: str | None, lookahead: int = 1
 ) -> tuple[dict[str, np.ndarray], SparseConfig | None]:
     """Reads a file and checks that it belongs to the model.
 
@@ -109,6 +135,7 @@ def read_forecast(
         path: of the file.
         config: shape of the base model.
         fingerprint: of the base model; None: the file's is not looked at, nor asked for.
+        lookahead: layers ahead that it will be used for; the engine's is 1.
 
     Returns:
         Tensors by published name, `[out, in]`; the file's sparse configuration, None where it has
@@ -116,8 +143,8 @@ def read_forecast(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: another base model, or none named; all tensors that do not fit, in one message;
-            damaged metadata.
+        ValueError: another base model, or none named; another lookahead; all tensors that do not
+            fit, in one message; damaged metadata.
         NotImplementedError: a later version of the format.
     """
     path = Path(path)
@@ -131,7 +158,13 @@ def read_forecast(
                 f"{path} was trained for another model: base {base[:12]}, this one is "
                 f"{fingerprint[:12]}"
             )
-    _check(path, read_headers(path), config)
+    trained = 1 if header is None else header.get("lookahead", 1)
+    if trained != lookahead:
+        raise ValueError(
+            f"{path} was trained to look {trained} layers ahead, not {lookahead}; the engine looks "
+            f"1 ahead, others are for comparison"
+        )
+    check_forecast(path, read_headers(path), config)
     tensors = dict(read_tensors(path))
     _check_finite(path, tensors)
     return tensors, None if header is None else _parse_sparse(path, header)
@@ -147,7 +180,7 @@ def read_own_forecast(folder: Path, config: ModelConfig) -> dict[str, np.ndarray
         found = {name: h for name, h in source.headers.items() if FORECAST.match(name)}
         if not found:
             return None
-        _check(folder, found, config)
+        check_forecast(folder, found, config)
         tensors = {name: source.read(name, (slice(None),)) for name in found}
     _check_finite(folder, tensors)
     return tensors
@@ -188,7 +221,12 @@ def _check_finite(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         raise ValueError(f"{path} is damaged: values not finite in {', '.join(broken)}")
 
 
-def _check(path: Path, found: Mapping[str, TensorHeader], config: ModelConfig) -> None:
+def check_forecast(path: Path, found: Mapping[str, TensorHeader], config: ModelConfig) -> None:
+    """Compares a file's projections with what the model needs.
+
+    Raises:
+        ValueError: names all missing, unexpected, misshapen and wrongly typed tensors.
+    """
     shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
     expected = [FIRST, *(future_name(layer) for layer in range(config.num_layers))]
     problems = [f"missing {name}" for name in expected if name not in found]
