@@ -132,7 +132,7 @@ def test_a_failed_write_leaves_the_old_file(saved, model, tiny_config, tiny_spar
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(format_.os, "fsync", fail)
+    monkeypatch.setattr("sparda_jax.checkpoints.whole.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         save_forecast(path, Forecast.random(tiny_config, seed=9), model, tiny_sparse)
     assert path.read_bytes() == before
