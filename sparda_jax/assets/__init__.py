@@ -27,6 +27,7 @@ __all__ = [
     "AssetError",
     "WheelModel",
     "default_cache_dir",
+    "default_block_diffusion",
     "default_forecast",
     "fetch_default_model",
     "load_excerpt",
@@ -85,9 +86,24 @@ def default_forecast() -> Path:
     Raises:
         AssetError: this copy of the package was made without them.
     """
-    path = Path(__file__).parent / "forecast.safetensors"
+    return _weights("forecast.safetensors", "Forecast")
+
+
+def default_block_diffusion() -> Path:
+    """Path of the adapter that makes the default model a block-diffusion model.
+
+    Data, training and licence: ``block_diffusion.md``.
+
+    Raises:
+        AssetError: this copy of the package was made without it.
+    """
+    return _weights("block_diffusion.safetensors", "block-diffusion")
+
+
+def _weights(name: str, what: str) -> Path:
+    path = Path(__file__).parent / name
     if not path.is_file():
-        raise AssetError(f"no Forecast weights for the default model at {path}")
+        raise AssetError(f"no {what} weights for the default model at {path}")
     return path
 
 
