@@ -6,6 +6,7 @@ model directory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -85,6 +86,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids, special tokens included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of vocabulary, rules and chat template."""
+        text = f"{self._backend.to_str()}\n{self.chat_template}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`.

@@ -321,6 +321,7 @@ TASKS = {
         ("helmet_substitutes",) if dataset.substitute else (f"helmet/{dataset.category}",),
         partial(_examples, dataset),
         dataset.score,
+        sized=True,
     )
     for name, dataset in _DATASETS.items()
 }

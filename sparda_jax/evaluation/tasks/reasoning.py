@@ -48,9 +48,10 @@ def last_boxed(text: str) -> str | None:
 
 def visible(text: str) -> str:
     """What follows the thoughts; where nothing does, the text without them."""
-    parts = _THOUGHT_END.split(text)
-    rest = parts[-1].strip()
-    return rest or _THOUGHT.sub("", text).strip()
+    *thoughts, rest = _THOUGHT_END.split(text)
+    if thoughts and rest.strip():
+        return rest.strip()
+    return _THOUGHT.sub("", text).strip()
 
 
 def final_answer(text: str, *, integer: bool) -> tuple[str | None, str]:

@@ -1,0 +1,337 @@
+#!/usr/bin/env python3
+"""Evaluate a model in one or more attention modes: tasks, perplexity by position, selections.
+
+The same command goes on with a run that was stopped, and gives the table it would have given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from sparda_jax.cli import (
+    HelpFormatter,
+    Parser,
+    add_policy_options,
+    guarded,
+    load_model,
+    load_selector,
+    note,
+    policy,
+    read_text,
+)
+
+# Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+METERS = ("perplexity", "selection")
+EXAMPLES = """examples:
+  the shipped model, RULER's eleven synthetic tasks at 1K tokens, dense against sparda:
+    evaluate.py --mode dense sparda --tasks ruler --lengths 1024 --samples 20 --json ruler.json
+  perplexity by position, and what is selected, on your own text:
+    evaluate.py --mode dense sparse sparda --tasks perplexity selection --lengths 8192 --text *.txt
+  LongBench from its files (data/longbench/hotpotqa.jsonl, ...), too long prompts cut in the middle:
+    evaluate.py --model path/to/model --mode sparse --tasks longbench14 --data data --truncate
+  four samples of each AIME problem (data/math/aime24.jsonl):
+    evaluate.py --model path/to/model --tasks aime24 --data data --temperature 0.6 --repeats 4
+files, fields and scores: docs/evaluation.md
+"""
+
+
+class Help(HelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Leaves the lines of the examples as they are."""
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog="evaluate.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=Help,
+    )
+    add = parser.add_argument_group("what to evaluate").add_argument
+    add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
+    add(
+        "--mode",
+        nargs="+",
+        dest="modes",
+        metavar="MODE",
+        choices=("dense", "sparse", "sparda", "infinigen"),
+        default=["dense"],
+        help="attention modes; the others are compared with dense, or else with the first",
+    )
+    add("--tasks", nargs="+", metavar="TASK", help="tasks, groups of them, perplexity or selection")
+    add("--list", action="store_true", help="name all tasks and groups and end")
+    add("--lengths", type=int, nargs="*", default=[], help="tokens, for tasks made to measure")
+    add("--samples", type=int, default=20, help="examples a task, length and seed; documents")
+    add("--seeds", type=int, nargs="+", default=[42], help="of the examples")
+    add("--data", type=Path, help="folder with the files of tasks that are not made from text")
+    add("--text", type=Path, nargs="+", help="haystacks and documents (default: Python's docs)")
+    add("--chat", action=argparse.BooleanOptionalAction, help="use the model's chat template")
+    add("--truncate", action="store_true", help="cut too long prompts in the middle")
+    add = parser.add_argument_group("answers").add_argument
+    add("--batch", type=int, default=8, help="prompts that run together")
+    add("--max-new-tokens", type=int, help="limit besides the tasks' own")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top-p", type=float, default=1.0, help="1 keeps all tokens")
+    add("--repeats", type=int, default=1, help="answers to each question")
+    group = parser.add_argument_group("attention and KV cache")
+    add = group.add_argument
+    add("--forecast", help="Forecast weights for sparda (default for the default model: its own)")
+    add("--verify-forecast", action=argparse.BooleanOptionalAction, default=True,
+        help="refuse Forecast weights that do not name this model")  # fmt: skip
+    add("--offload", choices=("none", "host"), default="none", help="where the KV lies, but dense")
+    add_policy_options(group, "what the Forecast was trained for, else ")
+    add("--spare-slots", type=int, default=0, help="device blocks kept beyond the budget")
+    add("--max-length", type=int, help="most tokens of a sequence (default: the model's)")
+    add("--prefill-chunk", type=int, default=512, help="prompt tokens per prefill call")
+    add("--length-step", type=int, default=512, help="lengths are rounded up: fewer programs")
+    add("--steps-per-call", type=int, default=8, help="tokens per compiled decode call")
+    add = parser.add_argument_group("output and set-up").add_argument
+    add("--json", type=Path, help="write a results file")
+    add("--run-dir", type=Path, help="folder of the work (default: runs/ and a hash of settings)")
+    add("--traceback", action="store_true", help="show where in the code an error arose")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    add("--cache-dir", type=Path, default=os.environ.get("SPARDA_JAX_CACHE"),
+        help="where the default model is kept (default: the user's cache)")  # fmt: skip
+    args = parser.parse_args(argv)
+    if not args.list and not args.tasks:
+        parser.error("--tasks: say what to evaluate (--list names all)")
+    if "sparda" in args.modes and args.forecast is None:
+        args.forecast = "default" if args.model == "default" else None
+        if args.forecast is None:
+            parser.error("--mode sparda: name the Forecast weights of this model with --forecast")
+    if args.samples < 1:
+        parser.error(f"--samples must be at least 1, got {args.samples}")
+    return args
+
+
+def list_tasks() -> None:
+    from sparda_jax.evaluation.tasks.registry import GROUPS
+
+    for name, members in GROUPS.items():
+        print(f"{name}: {', '.join(members)}")
+    print(f"meters: {', '.join(METERS)}")
+
+
+class Session:
+    """What all modes share: the model, settings and texts."""
+
+    def __init__(self, args: argparse.Namespace, check: Callable[[], None]):
+        from sparda_jax.assets import load_excerpt
+        from sparda_jax.config import SparseConfig
+        from sparda_jax.evaluation.run import Answering
+        from sparda_jax.evaluation.suite import Suite
+        from sparda_jax.evaluation.tasks import registry
+        from sparda_jax.forecast.files import forecast_policy
+
+        self.args, self.check = args, check
+        self.meters = [name for name in args.tasks if name in METERS]
+        tasks = registry.find([name for name in args.tasks if name not in METERS])
+        self.suite = Suite(tasks, args.lengths, args.seeds, args.modes)
+        if self.meters and not args.lengths:
+            raise ValueError(f"{self.meters[0]} is measured at a length: give --lengths")
+        self.answering = Answering(
+            batch=args.batch,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            repeats=args.repeats,
+            max_new_tokens=args.max_new_tokens,
+            chat=args.chat is not False,
+            truncate=args.truncate,
+        )
+        trained_for = None if args.forecast is None else forecast_policy(args.forecast)
+        self.sparse = policy(args, trained_for or SparseConfig())
+        self.texts = [read_text(path) for path in args.text] if args.text else [load_excerpt()]
+        self.configs = {mode: self.config(mode) for mode in args.modes}
+        self.model, self.tokenizer = load_model(args)
+        if self.answering.chat and self.tokenizer.chat_template is None:
+            if args.chat:
+                raise ValueError("--chat: this model has no chat template")
+            self.answering = replace(self.answering, chat=False)
+        self.limit = args.max_length or self.model.config.max_position_embeddings
+
+    def config(self, mode: Any) -> Any:
+        """Engine settings of a mode, checked."""
+        from sparda_jax.config import EngineConfig
+        from sparda_jax.engine.plan import check_settings
+
+        args = self.args
+        config = EngineConfig(
+            mode=mode,
+            offload="none" if mode == "dense" else args.offload,
+            spare_slots=args.spare_slots,
+            prefill_chunk=args.prefill_chunk,
+            length_step=args.length_step,
+            steps_per_call=args.steps_per_call,
+            max_length=args.max_length,
+        )
+        check_settings(config, self.sparse)
+        return config
+
+    def engine(self, mode: str) -> Any:
+        from sparda_jax.engine import generate
+
+        selector = self.selector(mode)
+        return generate.Engine(
+            self.model, sparse=self.sparse, config=self.configs[mode], **selector
+        )
+
+    def selector(self, mode: str) -> dict[str, Any]:
+        """Forecast or skews, where a mode needs them."""
+        args = argparse.Namespace(**vars(self.args) | {"mode": mode})
+        return load_selector(args, self.model, self.tokenizer)
+
+    def answerer(self, mode: str) -> Any:
+        from sparda_jax.evaluation.generation import EngineAnswerer
+
+        return EngineAnswerer(self.engine(mode), self.tokenizer, self.check)
+
+    def documents(self) -> list[list[int]]:
+        """Tokens of every text; of the one that ships, windows of the greatest length."""
+        tokens = [self.tokenizer.encode(text, add_special=False) for text in self.texts]
+        if self.args.text:
+            return tokens
+        size = max(self.args.lengths)
+        return [tokens[0][i : i + size] for i in range(0, len(tokens[0]) - size + 1, size)]
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides the results."""
+        import jax
+        import numpy as np
+
+        from sparda_jax.checkpoints.forecast import model_fingerprint
+
+        args = self.args
+        digest = lambda data: hashlib.sha256(data).hexdigest()[:16]
+        forecast = None
+        if "sparda" in args.modes:
+            kernels = jax.tree.leaves(self.selector("sparda")["forecast"])
+            forecast = digest(b"".join(np.asarray(k).tobytes() for k in kernels))
+        files = sorted(p for p in args.data.rglob("*") if p.is_file()) if args.data else []
+        return {
+            "model": {"name": str(args.model), "sha256": model_fingerprint(self.model)[:16]},
+            "dtype": str(self.model.dtype),
+            "tokenizer": self.tokenizer.fingerprint()[:16],
+            "forecast": forecast,
+            "tasks": [task.name for task in self.suite.tasks] + self.meters,
+            "lengths": args.lengths,
+            "samples": args.samples,
+            "seeds": args.seeds,
+            "modes": args.modes,
+            "answers": asdict(self.answering),
+            "sparse": asdict(self.sparse),
+            "engine": {mode: asdict(config) for mode, config in self.configs.items()},
+            "texts": [digest(text.encode()) for text in self.texts],
+            "data": {str(p.relative_to(args.data)): digest(p.read_bytes()) for p in files},
+            "limit": self.limit,
+            "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
+        }
+
+    def rows(self, run: Any) -> Iterator[Any]:
+        """All rows, once their work is done."""
+        from sparda_jax.evaluation import suite
+        from sparda_jax.evaluation.tasks.base import Sources
+
+        args = self.args
+        sources = Sources(
+            self.tokenizer,
+            length=0,
+            samples=args.samples,
+            seed=0,
+            texts=self.texts,
+            data=args.data,
+            chat=self.answering.chat,
+        )
+        yield from suite.run_tasks(self.suite, run, sources, self.answerer, note)
+        if "perplexity" in self.meters:
+            yield from suite.run_perplexity(
+                self.suite, run, self.documents(), args.samples, self.engine, note
+            )
+        if "selection" in self.meters:
+            yield from self.selections()
+
+    def selections(self) -> Iterator[Any]:
+        """Recall, mass, coverage and hits of what the modes select, under the policy given."""
+        import numpy as np
+
+        from sparda_jax.evaluation import policies, position, quality
+
+        count = len(self.model.layers)
+        make = {
+            "sparse": lambda: policies.sparse_policy(count),
+            "sparda": lambda: policies.sparda_policy(self.selector("sparda")["forecast"]),
+            "infinigen": lambda: policies.infinigen_policy(self.selector("infinigen")["infinigen"]),
+        }
+        asked = [make[mode]() for mode in self.args.modes if mode in make]
+        if not asked:
+            raise ValueError("selection: dense selects nothing, give another --mode")
+        for length in self.args.lengths:
+            found = position.documents_of(self.documents(), length, self.args.samples)
+            yield from quality.selection_rows(
+                self.model,
+                asked,
+                policies.sparse_policy(count),
+                [np.asarray(document, np.int32) for document in found],
+                quality.Setting.of_policy(length, self.sparse),
+                edges=(0, length),
+                by_layer=False,
+                every=max(1, length // 256),
+                report=note,
+            )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        list_tasks()
+        return 0
+    from sparda_jax.engine.interrupt import DeferredInterrupt
+    from sparda_jax.evaluation.kernel_benchmarks.harness import results_document
+    from sparda_jax.evaluation.run import Run, write_whole
+
+    with DeferredInterrupt() as interrupt:
+        session = Session(args, interrupt.check)
+        settings = session.settings()
+        name = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+        folder = args.run_dir or Path("runs") / f"evaluate-{name.hexdigest()[:12]}"
+        work = Run(folder, session.answering, session.tokenizer, session.limit)
+        work.claim(settings)
+        note(f"work in {folder}")
+        rows = list(session.rows(work))
+    for row in rows:
+        low, high = row.timing.spread
+        figure = f"{row.timing.median:.4g} [{low:.4g}, {high:.4g}] {row.unit}"
+        print(f"{row.name:60s} {figure}, n {row.timing.n}")
+    if args.json:
+        command = shlex.join(["python", *sys.argv])
+        document = results_document(command, rows, NOTES) | {"settings": settings}
+        write_whole(args.json, json.dumps(document, indent=1, default=str) + "\n")
+    return 0
+
+
+NOTES = (
+    "Scores 0 to 100; median: the mean over examples. spread: 95 % interval (Wilson's for 0/1 "
+    "scores, else a bootstrap over examples, by cluster; means: inside each task). mode-baseline: "
+    "paired difference with p of the bootstrap, at_least the lower end of the one-sided 95 % "
+    "interval. Prompts are our own wording of the published formats: scores compare modes, not "
+    "with published tables. meters: compile time excluded."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    return guarded(
+        "evaluate.py", run, args, interrupted="interrupted; the same command goes on from here"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
