@@ -191,6 +191,7 @@ def quality(arguments: argparse.Namespace) -> None:
         every=arguments.every,
         sections=tuple(arguments.sections or quality_benchmark.SECTIONS),
         seconds=arguments.seconds,
+        workers=arguments.workers,
     )
     inputs = quality_benchmark.read_inputs(
         model,
@@ -281,6 +282,7 @@ def main() -> None:
     )
     command.add_argument("--sections", nargs="*", metavar="SECTION", help="default: all")
     command.add_argument("--seconds", type=float, help="no further document of a section after")
+    command.add_argument("--workers", type=int, default=1, help="sections side by side")
     command.set_defaults(run=quality)
     command = commands.add_parser("quality-report", help="fill a page's tables, draw its picture")
     command.add_argument("results", type=pathlib.Path, help="a results file of `quality`")

@@ -35,6 +35,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_policy_options(group)
     add("--teacher-kernel", type=int, default=2, help="keys averaged into one of the teacher's")
     add("--teacher-stride", type=int, default=1, help="keys between two of the teacher's")
+    add(
+        "--target",
+        choices=("windows", "blocks"),
+        default="windows",
+        help="windows: the published loss; blocks: true attention mass of the free blocks",
+    )
+    add("--query-every", type=int, default=1, help="train on one token of so many")
     add("--lookahead", type=int, default=1, help="layers ahead; other than 1 to compare only")
     add = parser.add_argument_group("training").add_argument
     add("--window", type=int, help="tokens per window (default: the model's maximum length)")
@@ -88,7 +95,14 @@ def settings(args: argparse.Namespace) -> Any:
         "eval_windows",
     )
     return TrainConfig(
-        loss=LossConfig(sparse, args.teacher_kernel, args.teacher_stride, lookahead=args.lookahead),
+        loss=LossConfig(
+            sparse,
+            args.teacher_kernel,
+            args.teacher_stride,
+            target=args.target,
+            query_every=args.query_every,
+            lookahead=args.lookahead,
+        ),
         **{name: getattr(args, name) for name in same},
     )
 
@@ -182,11 +196,9 @@ def run(args: argparse.Namespace) -> int:
     state = trainer.run(lambda progress: show(progress, config.steps) if chief else None)
     if not chief:
         return 0
-    if args.lookahead != 1:
-        note(f"no weights written: the engine does not look {args.lookahead} layers ahead")
-        return 0
     path = args.out / "forecast.safetensors"
-    save_forecast(path, forecast_of(model, state), model, config.loss.sparse)
+    forecast, ahead = forecast_of(model, state), args.lookahead
+    save_forecast(path, forecast, model, config.loss.sparse, lookahead=ahead)
     print(path)
     return 0
 

@@ -19,6 +19,8 @@ from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
 from sparda_jax.evaluation.selectors import (
+    FineTeacher,
+    ForecastOnKeys,
     ForecastQueries,
     LayerState,
     MultiHead,
@@ -76,6 +78,13 @@ def sparse_policy(num_layers: int) -> Policy:
 def oracle_policy(num_layers: int) -> Policy:
     """The best blocks by true attention mass in every layer."""
     return Policy("oracle", ((Oracle(), None),) * num_layers)
+
+
+def bound_policies(forecast: Forecast, name: str) -> list[Policy]:
+    """What limits these projections: their teacher's blocks, and their own on single keys."""
+    count = len(forecast.layers)
+    keys = tuple((ForecastOnKeys(), forecast.for_layer(i)) for i in range(count))
+    return [Policy("teacher", ((FineTeacher(), None),) * count), Policy(f"{name}_keys", keys)]
 
 
 def local_policy(num_layers: int) -> Policy:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from sparda_jax.tokenization import Tokenizer
 # Blocks before the query's own that are forced where budgets are percentages: at 6.25 % the
 # model's own eight would leave no free block.
 LOCAL_BLOCKS = 3
-# For needles fewer still: 6.25 % of 1K tokens are four blocks of 16.
+# For needles fewer still, and a finer grid in short prompts: 6.25 % of them are four blocks.
 NEEDLE_LOCAL_BLOCKS = 1
+NEEDLE_BLOCKS = 64
 # Text under the model's own policy and under percentages, by both kinds of meters; the noise of
 # bfloat16 (every block selected, by another attention than the dense one); needles.
 SECTIONS = (
@@ -61,6 +64,8 @@ class Plan:
         every: selections are counted at two neighbouring tokens in every so many; 1: all.
         sections: of `SECTIONS`.
         seconds: a section takes no further document or task after so long; None: it takes all.
+        workers: sections, and lengths of needles, that run side by side: one compiles while others
+            compute.
 
     Raises:
         ValueError: an unknown section.
@@ -80,6 +85,7 @@ class Plan:
     every: int = 1
     sections: tuple[str, ...] = SECTIONS
     seconds: float | None = None
+    workers: int = 1
 
     def __post_init__(self) -> None:
         for name in self.sections:
@@ -163,7 +169,7 @@ def read_inputs(
         if path == "random":
             forecast = Forecast.random(model.config, dtype=model.dtype)
         else:
-            forecast, _ = load_forecast(path, model)
+            forecast, _ = load_forecast(path, model, lookahead=int(ahead or 1))
         others[name] = forecast, int(ahead or 1)
     texts = [tokenizer.decode(document) for document in read(haystacks)]
     windows = tokens[: rows * length].reshape(rows, length)
@@ -201,9 +207,44 @@ def rows(inputs: Inputs, plan: Plan, report: Report) -> Iterator[Row]:
     names = [policy.name for policy in (*everywhere, *variants)]
     if len(set(names)) < len(names):
         raise ValueError(f"two policies of one name: {', '.join(names)}")
-    asked = _Policies(everywhere, variants, make.oracle_policy(count))
-    for section in plan.sections:
-        yield from _section(section, inputs, plan, asked, report)
+    name, forecast = next(iter(inputs.forecasts.items()))
+    bounds = make.bound_policies(forecast, name)
+    asked = _Policies(everywhere, variants, make.oracle_policy(count), bounds)
+    yield from _side_by_side(
+        [
+            part
+            for section in plan.sections
+            for part in _section(section, inputs, plan, asked, report)
+        ],
+        plan.workers,
+    )
+
+
+def _side_by_side(streams: Sequence[Iterator[Row]], workers: int) -> Iterator[Row]:
+    """Rows of all streams as they come, a stream on a thread.
+
+    Raises:
+        Exception: what a stream raised, once the others under way have ended.
+    """
+    found: queue.SimpleQueue[Row | BaseException | None] = queue.SimpleQueue()
+
+    def drain(stream: Iterator[Row]) -> None:
+        try:
+            for row in stream:
+                found.put(row)
+            found.put(None)
+        except BaseException as error:
+            found.put(error)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for stream in streams:
+            pool.submit(drain, stream)
+        for _ in streams:
+            while (row := found.get()) is not None:
+                if isinstance(row, BaseException):
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise row
+                yield row
 
 
 def _edges(length: int) -> tuple[int, ...]:
@@ -216,22 +257,24 @@ class _Policies:
     everywhere: list[Policy]  # the first is sparse
     variants: list[Policy]
     oracle: Policy
+    bounds: list[Policy]
 
 
 def _section(
     section: str, inputs: Inputs, plan: Plan, asked: _Policies, report: Report
-) -> Iterator[Row]:
-    """Rows of one of `SECTIONS`."""
+) -> Iterator[Iterator[Row]]:
+    """Rows of one of `SECTIONS`, in parts that can run side by side."""
     model, own = inputs.model, Setting.of_policy(plan.length, inputs.sparse)
     rest: dict[str, Any] = {"report": report, "seconds": plan.seconds}
     if section == "needles":
         for length in plan.needle_lengths:
-            yield from quality.needle_rows(
+            size = min(64, length // NEEDLE_BLOCKS)
+            yield quality.needle_rows(
                 model,
                 asked.everywhere,
                 inputs.tokenizer,
                 inputs.haystacks,
-                Setting.of_percents(length, 16, NEEDLE_LOCAL_BLOCKS, plan.percents),
+                Setting.of_percents(length, size, NEEDLE_LOCAL_BLOCKS, plan.percents),
                 samples=plan.samples,
                 seeds=plan.seeds,
                 row_tokens=plan.row_tokens,
@@ -241,6 +284,7 @@ def _section(
         return
     if section in ("selection", "language"):
         setting, policies = own, [*asked.everywhere, *asked.variants, asked.oracle]
+        policies += asked.bounds if section == "selection" else []
     elif section == "language_noise":
         setting, policies = plan.setting(plan.length, (100,)), asked.everywhere[:1]
     else:
@@ -249,11 +293,9 @@ def _section(
     edges = _edges(setting.length)
     if section.startswith("selection"):
         by_layer = setting is own
-        yield from quality.selection_rows(
+        yield quality.selection_rows(
             model, policies, asked.everywhere[0], inputs.documents, setting,
             edges=edges, by_layer=by_layer, every=plan.every, **rest,
         )  # fmt: skip
     else:
-        yield from quality.language_rows(
-            model, policies, inputs.documents, setting, edges=edges, **rest
-        )
+        yield quality.language_rows(model, policies, inputs.documents, setting, edges=edges, **rest)

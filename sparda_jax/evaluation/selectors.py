@@ -22,6 +22,7 @@ from pallas_kernels.block_selection.reference import (
 )
 from pallas_kernels.chunking import map_chunks
 from sparda_jax.config import SparseConfig
+from sparda_jax.forecast.loss import LossConfig, teacher
 from sparda_jax.forecast.projection import ForecastLayer
 from sparda_jax.models.decoder import DecoderLayer
 from sparda_jax.sparse.forecast import visible_windows
@@ -144,6 +145,47 @@ class ForecastQueries:
     def size(self, state: LayerState) -> int:
         """See `Selector`."""
         return state.compressed.shape[1] * state.compressed.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class ForecastOnKeys(ForecastQueries):
+    """Bound: the Forecast scored against every single key, a block by its best: no means at all."""
+
+    def scores(
+        self, queries: Array, positions: Array, parameter: ForecastLayer, state: LayerState,
+        sparse: SparseConfig,
+    ) -> Array:  # fmt: skip
+        """See `Selector`."""
+        dots = forecast_scores(queries, state.keys, positions + 1)
+        return dots.reshape(*dots.shape[:3], _blocks(state, sparse), -1).max(-1)
+
+    def size(self, state: LayerState) -> int:
+        """See `Selector`."""
+        return state.keys.shape[1] * state.keys.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTeacher:
+    """Bound: the blocks that the published training aims at, by means of two neighbouring keys."""
+
+    def queries(
+        self, layer: DecoderLayer, parameter: None, state: LayerState, sparse: SparseConfig
+    ) -> Array:
+        """See `Selector`."""
+        return state.q
+
+    def scores(
+        self, queries: Array, positions: Array, parameter: None, state: LayerState,
+        sparse: SparseConfig,
+    ) -> Array:  # fmt: skip
+        """See `Selector`."""
+        config = LossConfig(sparse)
+        scores = teacher(config, queries, state.keys, state.compressed, positions)
+        return pool_scores(scores, num_blocks=_blocks(state, sparse), geometry=sparse.geometry)
+
+    def size(self, state: LayerState) -> int:
+        """See `Selector`."""
+        return state.q.shape[2] * state.keys.shape[2]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,6 +48,7 @@ def save_forecast(
     sparse: SparseConfig,
     *,
     dtype: DTypeLike | None = None,
+    lookahead: int = 1,
 ) -> None:
     """Writes the projections, their policy and the base model's fingerprint, atomically.
 
@@ -57,6 +58,7 @@ def save_forecast(
         model: the decoder they belong to.
         sparse: the policy they were trained for.
         dtype: of the stored values; None: the projections' own.
+        lookahead: that they were trained for.
     """
     kernels = {FIRST: forecast.first.kernel}
     kernels |= {future_name(i): layer.kernel for i, layer in enumerate(forecast.layers)}
@@ -64,7 +66,7 @@ def save_forecast(
         name: np.asarray(kernel[...].T if dtype is None else kernel[...].T.astype(dtype))
         for name, kernel in kernels.items()
     }
-    write_forecast(path, tensors, sparse, model_fingerprint(model))
+    write_forecast(path, tensors, sparse, model_fingerprint(model), lookahead)
 
 
 def load_forecast(
@@ -74,6 +76,7 @@ def load_forecast(
     dtype: DTypeLike | None = None,
     verify_base: bool = True,
     mesh: Mesh | None = None,
+    lookahead: int = 1,
 ) -> tuple[Forecast, SparseConfig | None]:
     """Reads projections for a model.
 
@@ -85,6 +88,7 @@ def load_forecast(
         verify_base: False: do not compare fingerprints, for weights of other origin that name no
             base model.
         mesh: where to put them, as the model's; None: whole on the default device.
+        lookahead: layers ahead that they will select for; the engine's is 1.
 
     Returns:
         The projections, and the policy they were trained for (None where the file names none).
@@ -92,13 +96,13 @@ def load_forecast(
     Raises:
         FileNotFoundError: no such file.
         sparda_jax.assets.AssetError: "default", in a copy of the package without weights.
-        ValueError: weights of another base model; missing, unexpected or misshapen tensors, all in
-            one message.
+        ValueError: weights of another base model or for another lookahead; missing, unexpected or
+            misshapen tensors, all in one message.
     """
     config = model.config
     path = default_forecast() if path == "default" else path
     fingerprint = model_fingerprint(model) if verify_base else None
-    tensors, sparse = read_forecast(path, config, fingerprint)
+    tensors, sparse = read_forecast(path, config, fingerprint, lookahead)
     return _build(tensors, config, model.dtype if dtype is None else dtype, mesh), sparse
 
 

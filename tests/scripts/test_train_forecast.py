@@ -51,6 +51,12 @@ def test_trains_saves_and_goes_on(call, checkpoint, tmp_path):
     forecast, sparse = load_forecast(printed.strip(), model)
     assert sparse.geometry.block_size == 8 and sparse.budget_blocks == 5
     assert np.isfinite(forecast.first.kernel[...]).all()
+    # For comparison only: the engine would read the wrong layer's state.
+    code, printed, notes = call("--out", str(tmp_path / "two"), "--lookahead=2", "--target=blocks")
+    assert code == 0, notes
+    with pytest.raises(ValueError, match="was trained to look 2 layers ahead, not 1; the engine"):
+        load_forecast(printed.strip(), model)
+    load_forecast(printed.strip(), model, lookahead=2)
     # A finished run is not trained again; it only writes its weights.
     before = (out / "forecast.safetensors").read_bytes()
     code, _, notes = call("--out", str(out))

@@ -18,6 +18,7 @@ PLAN = Plan(
     calibration_rows=2,
     calibration_length=48,
     sections=quality_benchmark.SECTIONS[:4] + ("language_noise",),
+    workers=2,
 )
 SPARSE = PLAN.setting(PLAN.length, PLAN.percents).sparse
 
@@ -27,6 +28,7 @@ def read(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality")
     # The policy is that of the percentages too, so that they share their programs.
     save_forecast(folder / "forecast.safetensors", tiny.forecast, tiny.model, SPARSE)
+    save_forecast(folder / "two.safetensors", tiny.forecast, tiny.model, SPARSE, lookahead=2)
     rng = np.random.default_rng(0)
     for name, length in (("long", 100), ("short", 90), ("other", 97)):
         np.save(folder / f"{name}.npy", rng.integers(0, 40, length).astype(np.uint16))
@@ -38,7 +40,7 @@ def read(tiny, tmp_path_factory):
             "haystacks": [folder / "short.npy"],
             "calibration": [folder / "other.npy"],
             "forecasts": [f"sparda={folder}/forecast.safetensors"],
-            "variants": [f"ahead={folder}/forecast.safetensors@2", "initial=random"],
+            "variants": [f"ahead={folder}/two.safetensors@2", "initial=random"],
             "documents": 5,
             "plan": PLAN,
         }
@@ -68,6 +70,8 @@ def test_rows_and_tables(read, tmp_path):
     for policy in ("oracle", "sparse", "sparda", "infinigen", "local", "random", "ahead"):
         assert f"selection/96_policy/own/mass/{policy}" in names
         assert f"language/96_policy/own/kl/{policy}" in names
+    for bound in ("teacher", "sparda_keys"):
+        assert f"selection/96_policy/own/mass/{bound}/layer_03" in names
     assert "selection/96_P4/25%/recall/infinigen" in names
     assert not any("P4" in name and "ahead" in name for name in names)
     floor = next(row for row in rows if row.name == "language/96_P4/100%/kl/sparse")
