@@ -42,6 +42,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="windows: the published loss; blocks: true attention mass of the free blocks",
     )
     add("--query-every", type=int, default=1, help="train on one token of so many")
+    add("--chunk-mib", type=int, default=64, help="MiB of scores formed at a time, at most")
     add("--lookahead", type=int, default=1, help="layers ahead; other than 1 to compare only")
     add = parser.add_argument_group("training").add_argument
     add("--window", type=int, help="tokens per window (default: the model's maximum length)")
@@ -102,6 +103,7 @@ def settings(args: argparse.Namespace) -> Any:
             target=args.target,
             query_every=args.query_every,
             lookahead=args.lookahead,
+            chunk_bytes=args.chunk_mib << 20,
         ),
         **{name: getattr(args, name) for name in same},
     )

@@ -9,11 +9,12 @@ import pytest
 from pallas_kernels.block_selection.reference import choose_blocks
 from sparda_jax.evaluation import policies
 from sparda_jax.evaluation.policies import DENSE, Policy, forward
-from sparda_jax.evaluation.selectors import block_mass, mask_ids, take_best
+from sparda_jax.evaluation.selectors import mask_ids, take_best
 from sparda_jax.forecast.forward import sparda_forward
 from sparda_jax.sparse.forecast import select_prefill_forecast
 from sparda_jax.sparse.infinigen import partial_keys, select_infinigen, speculate
 from sparda_jax.sparse.infllm_v2 import select_prefill
+from sparda_jax.sparse.mass import block_mass
 
 LAYERS = 4
 
