@@ -79,6 +79,31 @@ def append_tail(
     return dataclasses.replace(cache, tail=cache.tail.at[rows, :, ring, :, offset].set(token))
 
 
+def append_bias(
+    cache: SparseCache, bias: Float[Array, "B K"], position: Int[Array, " B"], block_size: int
+) -> SparseCache:
+    """Writes the importance of one token per request (NOSA)."""
+    assert cache.bias is not None
+    rows = jnp.arange(position.shape[0])
+    block, offset = position // block_size, position % block_size
+    return dataclasses.replace(cache, bias=cache.bias.at[rows, :, block, offset].set(bias))
+
+
+def attended_bias(
+    bias: Float[Array, "B K M P"],
+    slot_blocks: Int[Array, "B K Z"] | None,
+    position: Int[Array, " B"],
+) -> dict[str, Array]:
+    """`pool_attention`'s biases: of the slots (resident: of all blocks) and of the tail block."""
+    slots = bias
+    if slot_blocks is not None:
+        # An empty slot is not attended: it may take the bias of any block.
+        slots = jnp.take_along_axis(bias, jnp.maximum(slot_blocks, 0)[..., None], axis=2)
+    newest = (position // bias.shape[3])[:, None, None, None]
+    tail = jnp.take_along_axis(bias, newest, axis=2)[:, :, 0]
+    return {"slot_bias": slots, "tail_bias": tail}
+
+
 def tail_block(
     tail: Float[Array, "B K 2 2 P H"], position: Int[Array, " B"], block_size: int
 ) -> tuple[Float[Array, "B K 2 P H"], Bool[Array, "B 1 P"]]:

@@ -29,6 +29,7 @@ from sparda_jax.sparse.infinigen import (
     speculate,
 )
 from sparda_jax.sparse.infllm_v2 import select_decode
+from sparda_jax.sparse.nosa import block_importance
 
 
 class Chooser(Protocol):
@@ -69,6 +70,15 @@ class Chooser(Protocol):
         ...
 
 
+def _importance(
+    cache: SparseCache, lengths: Int[Array, " B"], sparse: SparseConfig
+) -> Float[Array, "B K M"] | None:
+    """NOSA's second criterion, for a policy that asks for it."""
+    if cache.bias is None or sparse.query_blocks is None:
+        return None
+    return block_importance(cache.bias, lengths, sparse.geometry)
+
+
 class _CompressedKeysOnly:
     """Choosers that score the compressed keys, which every cache has."""
 
@@ -96,7 +106,9 @@ class OwnQueries(_CompressedKeysOnly):
         num_blocks: int,
     ) -> Selection:
         """See `Chooser.choose`."""
-        return select_decode(source, cache.compressed, step.position + 1, sparse, num_blocks)
+        lengths = step.position + 1
+        importance = _importance(cache, lengths, sparse)
+        return select_decode(source, cache.compressed, lengths, sparse, num_blocks, importance)
 
 
 @jax.tree_util.register_dataclass
@@ -122,8 +134,11 @@ class ForecastAhead(_CompressedKeysOnly):
     ) -> Selection:
         """See `Chooser.choose`."""
         forecast = project(self.kernel, source, step.cos, step.sin)
-        lengths = step.position + 1
-        return select_decode_forecast(forecast, cache.compressed, lengths, sparse, num_blocks)
+        # Of the tokens before this one: a window that it completes is in blocks that are forced.
+        importance = _importance(cache, step.position, sparse)
+        return select_decode_forecast(
+            forecast, cache.compressed, step.position + 1, sparse, num_blocks, importance
+        )
 
 
 @jax.tree_util.register_dataclass

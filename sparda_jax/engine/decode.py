@@ -15,6 +15,7 @@ from sparda_jax.engine.choosers import Chooser, own_choosers
 from sparda_jax.engine.phases import TracedPhases, run_layers
 from sparda_jax.engine.sampling import sample
 from sparda_jax.engine.state import DecodeState, DenseCache, LayerCache, Step, StepOutput
+from sparda_jax.models.attention import attention_bias
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import RopeTable, rope_rows
 
@@ -31,8 +32,13 @@ def _dense_layer(
 ) -> tuple[Float[Array, "B 1 D"], DenseCache]:
     q, k, v = layer.qkv(x, step.cos, step.sin)
     cache = caches.append_dense(cache, k[:, 0], v[:, 0], step.position)
+    bias = layer.key_bias(cache.v)
     attention = jax.nn.dot_product_attention(
-        q, cache.k, cache.v, key_value_seq_lengths=step.position + 1
+        q,
+        cache.k,
+        cache.v,
+        None if bias is None else attention_bias(bias, q.shape[2]),
+        key_value_seq_lengths=step.position + 1,
     )
     return layer.finish(x, attention), cache
 

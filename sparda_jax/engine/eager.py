@@ -79,7 +79,8 @@ class CompiledPhases:
         """See `phases.attend_layer`."""
         size = self.sparse.geometry.block_size
         run = self.programs.on_layer(phases.attend_layer, donate=(1,), block_size=size)
-        return run(self.layers[index].arrays, x, q, cache.blocks, cache.tail, rows, self.step)
+        held = (cache.blocks, cache.tail, rows, cache.bias, cache.slot_blocks)
+        return run(self.layers[index].arrays, x, q, *held, self.step)
 
 
 def _end(

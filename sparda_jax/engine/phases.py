@@ -112,6 +112,9 @@ def project_layer(
       Queries, what they were projected from, and the cache.
     """
     q, k, v = layer.qkv(x, step.cos, step.sin)
+    if layer.importance is not None:
+        bias = layer.importance(v)[:, 0]
+        cache = caches.append_bias(cache, bias, step.position, geometry.block_size)
     k, v = k[:, 0], v[:, 0]
     cache = caches.append_compressed(cache, k, step.position, geometry)
     cache = caches.append_tail(cache, k, v, step.position, geometry.block_size)
@@ -139,12 +142,15 @@ def attend_layer(
     blocks: Float[Array, "B K Z 2 P H"],
     tail: Float[Array, "B K 2 2 P H"],
     rows: Int[Array, "B K R"],
+    bias: Float[Array, "B K M P"] | None,
+    slot_blocks: Int[Array, "B K Z"] | None,
     step: Step,
     block_size: int,
 ) -> Float[Array, "B 1 D"]:
-    """Attention over the selected blocks and the tail block, output, MLP."""
+    """Attention over the selected blocks and the tail block, output, MLP; fields of the cache."""
     newest, mask = caches.tail_block(tail, step.position, block_size)
-    attention = pool_attention(q, blocks, rows, newest, mask)
+    biases = {} if bias is None else caches.attended_bias(bias, slot_blocks, step.position)
+    attention = pool_attention(q, blocks, rows, newest, mask, **biases)
     assert not isinstance(attention, tuple)  # only with return_lse
     return layer.finish(x, attention)
 
@@ -295,5 +301,5 @@ class TracedPhases:
     def attend(self, index: int, x: Array, q: Array, cache: SparseCache, rows: Array) -> Array:
         """See `attend_layer`."""
         size = self.sparse.geometry.block_size
-        layer = self.model.layers[index]
-        return attend_layer(layer, x, q, cache.blocks, cache.tail, rows, self.step, size)
+        held = (cache.blocks, cache.tail, rows, cache.bias, cache.slot_blocks)
+        return attend_layer(self.model.layers[index], x, q, *held, self.step, size)

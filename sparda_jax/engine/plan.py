@@ -68,6 +68,10 @@ def check_settings(config: EngineConfig, sparse: SparseConfig) -> None:
         )
     if config.mode == "sparda":
         check_lookahead(sparse)
+    if config.mode == "infinigen" and sparse.query_blocks is not None:
+        raise NotImplementedError(
+            f"mode 'infinigen' with query_blocks {sparse.query_blocks}: only None is supported"
+        )
 
 
 def plan_batch(

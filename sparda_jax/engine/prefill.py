@@ -26,6 +26,7 @@ from sparda_jax.models.rope import RopeTable, rope_rows
 from sparda_jax.sparse.forecast import select_prefill_forecast
 from sparda_jax.sparse.infinigen import Skew, partial_keys
 from sparda_jax.sparse.infllm_v2 import select_prefill, to_blocks
+from sparda_jax.sparse.nosa import block_bias, block_importance
 
 
 def _pad_tokens(rows: Float[Array, "B T K H"], length: int) -> Float[Array, "B S K H"]:
@@ -60,6 +61,25 @@ def layer_blocks(
     return to_blocks(cache.k, cache.v, size), compressed
 
 
+def blocks_bias(layer: DecoderLayer, kv: Float[Array, "B K M 2 P H"]) -> Float[Array, "B K M P"]:
+    """NOSA's importance of every token, from the values of all KV heads; the layer must have it."""
+    batch, heads, _, _, size, width = kv.shape
+    values = kv[:, :, :, 1].transpose(0, 2, 3, 1, 4).reshape(batch, -1, heads, width)
+    bias = layer.key_bias(values)
+    assert bias is not None
+    return block_bias(bias, size)
+
+
+def _importance(
+    layer: DecoderLayer, kv: Array, lengths: Array, sparse: SparseConfig
+) -> tuple[Array | None, Array | None]:
+    """Bias of attention, and the second criterion of selection; None for models without."""
+    if layer.importance is None:
+        return None, None
+    bias = blocks_bias(layer, kv)
+    return bias, block_importance(bias, lengths, sparse.geometry)
+
+
 def _chunk(
     layer: DecoderLayer, rope: RopeTable, x: Array, start: Array, size: int
 ) -> tuple[Array, Array, Array]:
@@ -82,10 +102,11 @@ def dense_chunk(
     """One chunk through the rest of the layer, with dense causal attention; x updated in place."""
     part, q, positions = _chunk(layer, rope, x, start, size)
     # cuDNN's causal mask is for queries and keys that start together.
-    if size == x.shape[1] and cudnn_serves(q):
+    bias = layer.key_bias(cache.v)
+    if size == x.shape[1] and bias is None and cudnn_serves(q):
         attention = dense_attention(q, cache.k[:, :size], cache.v[:, :size], None)
     else:
-        attention = chunk_attention(q, cache.k, cache.v, positions)
+        attention = chunk_attention(q, cache.k, cache.v, positions, bias)
     return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(part, attention), start, axis=1)
 
 
@@ -103,8 +124,9 @@ def sparse_chunk(
 ) -> Float[Array, "B T D"]:
     """One chunk through the rest of the layer, over selected blocks; x updated in place."""
     part, q, positions = _chunk(layer, rope, x, start, size)
-    selection = select_prefill(q, compressed, positions, lengths, sparse, kv.shape[2])
-    attention = block_sparse_attention(q, kv, selection.ids, positions)
+    bias, importance = _importance(layer, kv, lengths, sparse)
+    selection = select_prefill(q, compressed, positions, lengths, sparse, kv.shape[2], importance)
+    attention = block_sparse_attention(q, kv, selection.ids, positions, key_bias=bias)
     assert not isinstance(attention, tuple)  # only with return_lse
     return jax.lax.dynamic_update_slice_in_dim(x, layer.finish(part, attention), start, axis=1)
 
@@ -148,11 +170,12 @@ def forecast_chunk(
     """
     part, q, positions = _chunk(layer, rope, x, start, size)
     queries = jax.lax.dynamic_slice_in_dim(forecast, start, size, axis=1)
+    bias, importance = _importance(layer, kv, lengths, sparse)
     selection = select_prefill_forecast(
-        queries, compressed, positions, lengths, sparse, kv.shape[2]
+        queries, compressed, positions, lengths, sparse, kv.shape[2], importance=importance
     )
     following = project(kernel, layer.attention_norm(part), *rope_rows(rope, positions))
-    attention = block_sparse_attention(q, kv, selection.ids, positions)
+    attention = block_sparse_attention(q, kv, selection.ids, positions, key_bias=bias)
     assert not isinstance(attention, tuple)  # only with return_lse
     update = jax.lax.dynamic_update_slice_in_dim
     return (

@@ -105,11 +105,15 @@ class PromptRun:
         if isinstance(chooser, InfiniGenAhead):
             partial = programs.plain(prefill.partial_cache)(kv, chooser.skew)
         tail, window = programs.plain(prefill.decode_tail, sparse=self._engine.sparse)(kv, lengths)
+        bias = None
+        if self._engine.model.config.kv_importance:
+            bias = programs.on_layer(prefill.blocks_bias)(self._engine.layers[index].arrays, kv)
+        rest = (tail, window, compressed, partial, bias)
         if self._pool is None:
-            return SparseCache(kv, None, None, None, tail, window, compressed, partial)
+            return SparseCache(kv, None, None, None, *rest)
         self._pool.store_layer(index, kv)
         shape = (*kv.shape[:2], plan.slots, *kv.shape[3:])
         empty = programs.plain(
             prefill.empty_slots, shape=shape, dtype=kv.dtype, selected=plan.selected
         )
-        return SparseCache(*empty(), tail, window, compressed, partial)
+        return SparseCache(*empty(), *rest)

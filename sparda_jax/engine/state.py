@@ -64,6 +64,7 @@ class SparseCache:
       window: the last `kernel_size` keys, position p at row p % kernel_size.
       compressed: compressed keys; a query sees the first `complete_windows(position)`.
       partial: InfiniGen's keys on few channels, position s at row s; None in other modes.
+      bias: NOSA's importance of the tokens of all M blocks, wherever their KV is; None otherwise.
     """
 
     blocks: Float[Array, "B K Z 2 P H"]
@@ -74,6 +75,7 @@ class SparseCache:
     window: Float[Array, "B K E H"]
     compressed: Float[Array, "B K C H"]
     partial: Float[Array, "B K S E"] | None = None
+    bias: Float[Array, "B K M P"] | None = None
 
 
 LayerCache = DenseCache | SparseCache

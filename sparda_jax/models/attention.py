@@ -26,6 +26,12 @@ def cudnn_serves(q: Float[Array, "B T N H"]) -> bool:
     )
 
 
+def attention_bias(bias: Float[Array, "B S K"], num_heads: int) -> Float[Array, "B N 1 S"]:
+    """A bias of keys as `jax.nn.dot_product_attention` takes it."""
+    group = num_heads // bias.shape[2]
+    return jnp.repeat(bias.transpose(0, 2, 1), group, axis=1)[:, :, None]
+
+
 def dense_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -43,13 +49,12 @@ def dense_attention(
         bias: added to the scores of a key (NOSA). No fused kernel serves then: the scores of all
             pairs are held, which `chunk_attention` avoids.
     """
-    group = q.shape[2] // k.shape[2]
     fused = bias is None and cudnn_serves(q)
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
-        None if bias is None else jnp.repeat(bias.transpose(0, 2, 1), group, axis=1)[:, :, None],
+        None if bias is None else attention_bias(bias, q.shape[2]),
         is_causal=True,
         scale=1 / math.sqrt(q.shape[-1]),
         query_seq_lengths=None if lengths is None else jnp.full_like(lengths, q.shape[1]),
