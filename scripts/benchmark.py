@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,8 +31,8 @@ def publish(
     *,
     show: Callable[[kernel_benchmarks.Row], bool] = lambda row: True,
 ) -> None:
-    """Prints rows as they come; the results file is written after each of them, so that a run
-    that is cut short keeps what it has measured.
+    """Prints rows as they come; the results file is written at the first, then every second, and at
+    the end, failed or not: a run that is cut short keeps what it has measured.
 
     Args:
         arguments: `json`, the results file or None; `merge`, whether its other rows stay.
@@ -42,17 +44,28 @@ def publish(
     before: list[dict[str, Any]] = []
     if path and arguments.merge and path.exists():
         before = json.loads(path.read_text())["rows"]
-    done = []
-    for row in rows:
-        if show(row):
-            print(json.dumps(row.as_json()), flush=True)
-        done.append(row)
-        if path:
-            document = kernel_benchmarks.results_document(command, done, notes, commit=COMMIT)
-            measured = {new["name"] for new in document["rows"]}
-            document["rows"][:0] = [old for old in before if old["name"] not in measured]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(document, indent=1) + "\n")
+    done: list[kernel_benchmarks.Row] = []
+
+    def write() -> None:
+        if not path or not done:
+            return
+        document = kernel_benchmarks.results_document(command, done, notes, commit=COMMIT)
+        measured = {new["name"] for new in document["rows"]}
+        document["rows"][:0] = [old for old in before if old["name"] not in measured]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+    written = -math.inf
+    try:
+        for row in rows:
+            if show(row):
+                print(json.dumps(row.as_json()), flush=True)
+            done.append(row)
+            if time.monotonic() > written + 1:
+                write()
+                written = time.monotonic()
+    finally:
+        write()
 
 
 def kernels(arguments: argparse.Namespace) -> None:
@@ -165,8 +178,6 @@ QUALITY_NOTES = (
 
 
 def quality(arguments: argparse.Namespace) -> None:
-    import time
-
     import jax.numpy as jnp
 
     from sparda_jax.checkpoints.load import load_pretrained

@@ -10,8 +10,21 @@ from typing import Any
 
 Rows = dict[str, dict[str, Any]]
 
-# Policies as they stand in tables, in this order; others follow.
-ORDER = ("dense", "oracle", "sparse", "sparda", "infinigen", "local", "random")
+# Policies as they stand in tables, in this order. Others, runs of the training that are compared
+# with "sparda", have a table of their own.
+ORDER = (
+    "dense",
+    "oracle",
+    "teacher",
+    "sparda_keys",
+    "sparse",
+    "sparda",
+    "published",
+    "infinigen",
+    "local",
+    "random",
+    "initial",
+)
 
 
 def read_rows(path: Path) -> Rows:
@@ -52,11 +65,20 @@ def _settings(rows: Rows, section: str, *, own: bool) -> list[str]:
 
 
 def own_table(rows: Rows) -> str:
-    """Under the model's own policy: all meters of every policy."""
+    """Under the model's own policy: all meters of the policies in `ORDER`."""
+    return _own(rows, lambda name: name in ORDER)
+
+
+def ablation_table(rows: Rows) -> str:
+    """Likewise, "sparda" and the policies that are not in `ORDER`."""
+    return _own(rows, lambda name: name == "sparda" or name not in ORDER)
+
+
+def _own(rows: Rows, wanted: Callable[[str], bool]) -> str:
     lines = []
     (setting,) = _settings(rows, "selection", own=True)
     found = [p[4] for p in _parts(rows, "selection") if p[1] == setting and len(p) == 5]
-    for name in _policies(found):
+    for name in filter(wanted, _policies(found)):
         line = [name]
         for meter in ("mass", "covered", "recall", "hits"):
             line.append(_value(rows.get(f"selection/{setting}/own/{meter}/{name}"), 3))
@@ -76,6 +98,7 @@ def position_table(rows: Rows) -> str:
     lines = [
         [name, *(_value(rows.get(f"{prefix}/{name}/{bucket}"), 3) for bucket in buckets)]
         for name in _policies([parts[4] for parts in found])
+        if name in ORDER
     ]
     return _table(["policy", *(bucket.removeprefix("tokens_") for bucket in buckets)], lines)
 
@@ -85,7 +108,7 @@ def layer_table(rows: Rows) -> str:
     (setting,) = _settings(rows, "selection", own=True)
     prefix = f"selection/{setting}/own/mass"
     found = [n.split("/") for n in rows if n.startswith(prefix) and "/layer_" in n]
-    names = [n for n in _policies([parts[4] for parts in found]) if n != "oracle"]
+    names = [n for n in _policies([p[4] for p in found]) if n in ORDER and n != "oracle"]
     layers = sorted({parts[5] for parts in found})
     lines = [
         [
@@ -145,6 +168,7 @@ def needle_table(rows: Rows) -> str:
 
 TABLES: dict[str, Callable[[Rows], str]] = {
     "own": own_table,
+    "ablations": ablation_table,
     "positions": position_table,
     "layers": layer_table,
     "budgets": budget_table,
