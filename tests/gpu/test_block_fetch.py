@@ -140,20 +140,28 @@ def test_fetch_beside_compute_gives_the_same():
         return lax.tanh(x @ w)
 
     def program(pool, slots, source, target, x, w):
-        for i in range(4):
+        def step(i, state):
+            slots, x = state
             moved = (source + 17 * i) % RUNS
-            slots = fetch(pool, slots, moved, target, jnp.int32(300))
-            x = compute(x, w)
-        return x, slots
+            return fetch(pool, slots, moved, target, jnp.int32(300)), compute(x, w)
+
+        return lax.fori_loop(0, 4, step, (slots, x))
 
     operands = (pool, slots, source, target, x, w)
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
     results = []
     for options in (None, overlap.CONCURRENT_OPTIONS):
-        traced = jax.jit(program, in_shardings=(host, *[device] * 5)).trace(*types)
-        compiled = traced.lower().compile(compiler_options=options)
-        results.append(compiled(jax.device_put(pool, host), *operands[1:]))
-        again = compiled(jax.device_put(pool, host), *operands[1:])
-        np.testing.assert_array_equal(again[0], results[-1][0])
-        np.testing.assert_array_equal(results[-1][1], results[0][1])
-        np.testing.assert_allclose(results[-1][0], results[0][0], atol=2e-3)
+        program_of = jax.jit(program, in_shardings=(host, *[device] * 5), donate_argnums=1)
+        compiled = program_of.trace(*types).lower().compile(compiler_options=options)
+        pinned = jax.device_put(pool, host)
+        for _ in range(2):
+            donated = jnp.array(slots)
+            address = donated.unsafe_buffer_pointer()
+            results.append(compiled(pinned, donated, *operands[2:]))
+            assert results[-1][0].unsafe_buffer_pointer() == address
+        np.testing.assert_array_equal(results[-1][1], results[-2][1])
+    for got in results:
+        np.testing.assert_array_equal(
+            got[0], _expected(pool, slots, (source + 51) % RUNS, target, 300)
+        )
+        np.testing.assert_allclose(got[1], results[0][1], atol=2e-3)
