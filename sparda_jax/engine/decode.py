@@ -13,8 +13,15 @@ from sparda_jax.config import SparseConfig
 from sparda_jax.engine import cache as caches
 from sparda_jax.engine.choosers import Chooser, own_choosers
 from sparda_jax.engine.phases import TracedPhases, run_layers
-from sparda_jax.engine.sampling import sample
-from sparda_jax.engine.state import DecodeState, DenseCache, LayerCache, Step, StepOutput
+from sparda_jax.engine.sampling import log_probabilities, no_log_probabilities, sample
+from sparda_jax.engine.state import (
+    DecodeState,
+    DenseCache,
+    LayerCache,
+    LogProbabilities,
+    Step,
+    StepOutput,
+)
 from sparda_jax.models.attention import attention_bias
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import RopeTable, rope_rows
@@ -44,8 +51,8 @@ def _dense_layer(
 
 
 def end_step(
-    model: Decoder, x: Float[Array, "B 1 D"], state: DecodeState
-) -> tuple[DecodeState, Int[Array, " B"], Bool[Array, " B"]]:
+    model: Decoder, x: Float[Array, "B 1 D"], state: DecodeState, top_logprobs: int
+) -> tuple[DecodeState, Int[Array, " B"], Bool[Array, " B"], LogProbabilities]:
     """Logits, the next token, and the state advanced by one token (caches untouched).
 
     Also ends prefill, which is a step whose token at `lengths` was the last of the prompt.
@@ -55,8 +62,9 @@ def end_step(
       x: hidden states of the token at position `lengths`.
       state: the batch.
 
+      top_logprobs: likeliest tokens to report, where a request wants log-probabilities.
     Returns:
-      The state, the tokens, and which of them were emitted.
+      The state, the tokens, which of them were emitted, and how likely they were.
     """
     logits = model.logits(x)[:, 0]
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
@@ -72,7 +80,8 @@ def end_step(
         failed=state.failed | (state.active & ~finite),
         remaining=remaining,
     )
-    return advanced, tokens, emitted
+    logprobs = log_probabilities(logits, tokens, state.sampling, top_logprobs)
+    return advanced, tokens, emitted, logprobs
 
 
 def decode_step(
@@ -85,6 +94,7 @@ def decode_step(
     choosers: tuple[Chooser, ...],
     prefetch: bool,
 ) -> tuple[DecodeState, StepOutput]:
+    top_logprobs: int,
     """Decodes one token for every active request; arguments as those of `decode_steps`.
 
     Args:
@@ -97,6 +107,7 @@ def decode_step(
       choosers: of each layer.
       prefetch: fetch what was chosen ahead behind the layer in front.
     """
+      top_logprobs: likeliest tokens to report.
     x, step = begin_step(model, rope, state)
     counts = [jnp.zeros((), jnp.int32)] * 3
     layers: tuple[LayerCache, ...]
@@ -114,8 +125,8 @@ def decode_step(
             sum((getattr(plan, name) for plan in plans), counts[0])
             for name in ("free", "hits", "fetched")
         ]
-    state, tokens, emitted = end_step(model, x, state)
-    return dataclasses.replace(state, layers=layers), StepOutput(tokens, emitted, *counts)
+    state, *drawn = end_step(model, x, state, top_logprobs)
+    return dataclasses.replace(state, layers=layers), StepOutput(*drawn, *counts)
 
 
 def decode_steps(
@@ -130,6 +141,7 @@ def decode_steps(
     num_blocks: int,
     prefetch: bool = True,
 ) -> tuple[DecodeState, StepOutput]:
+    top_logprobs: int = 0,
     """Decodes up to ``steps`` tokens a request, all in the program that calls it.
 
     Traces inside any `jax.jit`: the engine compiles it ahead of time, users may call it in their
@@ -148,6 +160,7 @@ def decode_steps(
       prefetch: fetch what was chosen ahead behind the layer in front; on a GPU, side by side only
         in programs compiled with `host_offload.overlap.CONCURRENT_OPTIONS`.
 
+      top_logprobs: likeliest tokens to report, where a request wants log-probabilities.
     Returns:
       The state and the outputs of the steps stacked on a leading axis of size n. Steps after the
       last request finished are not run; their `emitted` is False.
@@ -164,13 +177,19 @@ def decode_steps(
     choosers = own_choosers(len(model.layers)) if choosers is None else choosers
 
     def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
-        return decode_step(model, rope, state, fetcher, sparse, num_blocks, choosers, prefetch)
+        return decode_step(
+            model, rope, state, fetcher, sparse, num_blocks, choosers, prefetch, top_logprobs
+        )
 
     batch = state.lengths.shape[0]
     outputs = StepOutput(
         tokens=jnp.zeros((steps, batch), jnp.int32),
         emitted=jnp.zeros((steps, batch), bool),
         free=jnp.zeros((steps,), jnp.int32),
+        logprobs=jax.tree.map(
+            lambda leaf: jnp.zeros((steps, *leaf.shape), leaf.dtype),
+            no_log_probabilities(batch, top_logprobs),
+        ),
         hits=jnp.zeros((steps,), jnp.int32),
         fetched=jnp.zeros((steps,), jnp.int32),
     )

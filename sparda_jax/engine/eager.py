@@ -69,6 +69,8 @@ class CompiledPhases:
 
     def fetch(self, index: int, cache: SparseCache) -> SparseCache:
         """Waits for the miss list; the copies themselves are asynchronous."""
+        if cache.misses is None:
+            return cache
         return phases.fetch_misses(self.fetcher, index, cache)
 
     def tie(self, values: phases.Tied) -> phases.Tied:
@@ -84,11 +86,18 @@ class CompiledPhases:
 
 
 def _end(
-    model: Decoder, x: Array, state: DecodeState, free: Counts, hits: Counts, fetched: Counts
+    model: Decoder,
+    x: Array,
+    state: DecodeState,
+    free: Counts,
+    hits: Counts,
+    fetched: Counts,
+    *,
+    top_logprobs: int,
 ) -> tuple[DecodeState, StepOutput]:
-    state, tokens, emitted = decode.end_step(model, x, state)
+    state, *drawn = decode.end_step(model, x, state, top_logprobs)
     totals = (jnp.sum(jnp.stack(parts)) for parts in (free, hits, fetched))
-    output = StepOutput(tokens, emitted, *totals)
+    output = StepOutput(*drawn, *totals)
     return state, jax.tree.map(lambda leaf: leaf[None], output)
 
 
@@ -102,6 +111,7 @@ def eager_step(
     sparse: SparseConfig,
     num_blocks: int,
     choosers: tuple[Chooser, ...],
+    top_logprobs: int,
 ) -> tuple[DecodeState, StepOutput]:
     """One token for every active request, as `decode.decode_step`.
 
@@ -115,6 +125,7 @@ def eager_step(
       sparse: selection rules.
       num_blocks: M, blocks a sequence can hold.
       choosers: of each layer.
+      top_logprobs: likeliest tokens to report.
 
     Returns:
       The state, and the output with a leading axis of 1.
@@ -124,5 +135,7 @@ def eager_step(
     run = CompiledPhases(programs, layers, choosers, fetcher, sparse, num_blocks, step)
     x, caches, plans = phases.run_layers(run, x, state.layers, choosers)
     counts = (tuple(getattr(plan, name) for plan in plans) for name in ("free", "hits", "fetched"))
-    rest, output = programs.on_model(_end)(model.arrays, x, rest, *counts)
+    rest, output = programs.on_model(_end, top_logprobs=top_logprobs)(
+        model.arrays, x, rest, *counts
+    )
     return dataclasses.replace(rest, layers=caches), output

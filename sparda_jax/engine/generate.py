@@ -86,7 +86,7 @@ class Engine:
             self.choosers = forecast_choosers(forecast)
         elif infinigen is not None:
             self.choosers = infinigen_choosers(infinigen)
-        self._partial_channels = 0 if infinigen is None else infinigen.channels
+        self.partial_channels = 0 if infinigen is None else infinigen.channels
         self.parameters = Parameters.of(model)
         self.layers = tuple(Parameters.of(layer) for layer in model.layers)
         self.programs = Programs(self.parameters, self.layers)
@@ -124,6 +124,7 @@ class Engine:
             sparse=None if self.config.mode == "dense" else self.sparse,
             num_blocks=num_blocks,
             prefetch=self.config.prefetch,
+            top_logprobs=self.config.top_logprobs,
         )
 
     def put(self, tree: Any) -> Any:
@@ -148,7 +149,7 @@ class Engine:
             prompts,
             requests,
             self.model.dtype,
-            partial_channels=self._partial_channels,
+            partial_channels=self.partial_channels,
         )
         check_memory(plan, self.config, self.device)
         return Generation(self, plan, prompts, requests)
@@ -247,8 +248,8 @@ class Generation:
         }
         sampling = SamplingState(**engine.put(sampling_fields(self._requests)))
         state = DecodeState(lengths=lengths, sampling=sampling, layers=(), **engine.put(fields))
-        run = engine.programs.on_model(prefill.first_token)
-        state, tokens, emitted = run(engine.parameters.arrays, x, state)
+        run = engine.programs.on_model(prefill.first_token, top_logprobs=engine.config.top_logprobs)
+        state, tokens, emitted, _ = run(engine.parameters.arrays, x, state)
         self.state = dataclasses.replace(state, layers=layers)
         tokens, emitted, self._active, self._failed = jax.device_get(
             (tokens, emitted, state.active, state.failed)
@@ -311,6 +312,7 @@ class Generation:
         call = self._decode()
         report.decode_compile_seconds = time.perf_counter() - start
         while np.any(self._active):
+                engine.config.top_logprobs,
             start, compiled = time.perf_counter(), self._engine.programs.compile_seconds
             self.state, outputs = call(self.state)
             state = self.state

@@ -18,7 +18,7 @@ from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine.decode import end_step
-from sparda_jax.engine.state import DecodeState, DenseCache, Misses
+from sparda_jax.engine.state import DecodeState, DenseCache, LogProbabilities, Misses
 from sparda_jax.forecast.projection import project
 from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
 from sparda_jax.models.decoder import Decoder, DecoderLayer
@@ -238,18 +238,20 @@ def embed(model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
 
 
 def first_token(
-    model: Decoder, x: Float[Array, "B T D"], state: DecodeState
-) -> tuple[DecodeState, Int[Array, " B"], Bool[Array, " B"]]:
+    model: Decoder, x: Float[Array, "B T D"], state: DecodeState, *, top_logprobs: int
+) -> tuple[DecodeState, Int[Array, " B"], Bool[Array, " B"], LogProbabilities]:
     """Draws the first token of each request from the hidden state of its last prompt token.
 
     Args:
       model: parameters.
       x: hidden states after the last layer.
       state: the batch, without caches; `lengths` are those of the prompts.
+      top_logprobs: likeliest tokens to report, where a request wants log-probabilities.
 
     Returns:
-      The state after that token, the tokens, and which of them were emitted.
+      The state after that token, the tokens, which of them were emitted, and how likely they were.
     """
     last = jnp.take_along_axis(x, (state.lengths - 1)[:, None, None], axis=1)
     # A decode step whose token was the last one of the prompt, hence at position length - 1.
-    return end_step(model, last, dataclasses.replace(state, lengths=state.lengths - 1))
+    state = dataclasses.replace(state, lengths=state.lengths - 1)
+    return end_step(model, last, state, top_logprobs)

@@ -90,21 +90,33 @@ class SamplingState:
       temperature: 0 is greedy.
       top_k: 0 keeps all.
       top_p: 1 keeps all.
+      min_p: 0 keeps all.
       seed: random stream; the key of a token is `fold_in(seed, position)`, so a request draws the
         same tokens whatever its neighbours do.
       stop_ids: tokens that end the request, padded with -1.
+      logprobs: whether log-probabilities are wanted.
     """
 
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
     seed: UInt[Array, " B"]
     stop_ids: Int[Array, "B E"]
+    logprobs: Bool[Array, " B"]
 
 
-def sampling_fields(requests: Sequence[SamplingParams]) -> dict[str, np.ndarray]:
-    """The fields of `SamplingState` for a batch, on the host."""
-    width = max(1, *(len(request.stop_token_ids) for request in requests))
+def sampling_fields(
+    requests: Sequence[SamplingParams], *, width: int | None = None
+) -> dict[str, np.ndarray]:
+    """The fields of `SamplingState` for a batch, on the host.
+
+    Args:
+      requests: settings of each request.
+      width: E, stop tokens a request can have; None: as many as one has.
+    """
+    if width is None:
+        width = max(1, *(len(request.stop_token_ids) for request in requests))
     stops = np.full((len(requests), width), -1, np.int32)
     for row, request in enumerate(requests):
         stops[row, : len(request.stop_token_ids)] = request.stop_token_ids
@@ -112,8 +124,10 @@ def sampling_fields(requests: Sequence[SamplingParams]) -> dict[str, np.ndarray]
         "temperature": np.array([request.temperature for request in requests], np.float32),
         "top_k": np.array([request.top_k for request in requests], np.int32),
         "top_p": np.array([request.top_p for request in requests], np.float32),
+        "min_p": np.array([request.min_p for request in requests], np.float32),
         "seed": np.array([request.seed for request in requests], np.uint32),
         "stop_ids": stops,
+        "logprobs": np.array([request.logprobs is not None for request in requests]),
     }
 
 
@@ -161,12 +175,29 @@ class Step:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class LogProbabilities:
+    """Log-probabilities of one step; zeros where no request wants any.
+
+    Attributes:
+      drawn: of the token drawn.
+      top_tokens: the likeliest tokens, likeliest first.
+      top: their log-probabilities.
+    """
+
+    drawn: Float[Array, " B"]
+    top_tokens: Int[Array, "B E"]
+    top: Float[Array, "B E"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class StepOutput:
     """What one decode step (or, stacked on a leading axis, several) hands to the host.
 
     Attributes:
       tokens: the token drawn for each request.
       emitted: which of them count (the request was active and its logits finite).
+      logprobs: how likely they were.
       free: selected blocks that no rule forced, summed over layers, KV heads and active requests.
       hits: how many of `free` were already in slots.
       fetched: (block, KV head) runs copied from the host.
@@ -174,6 +205,7 @@ class StepOutput:
 
     tokens: Int[Array, " B"]
     emitted: Bool[Array, " B"]
+    logprobs: LogProbabilities
     free: Int[Array, ""]
     hits: Int[Array, ""]
     fetched: Int[Array, ""]

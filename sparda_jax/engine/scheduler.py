@@ -1,0 +1,452 @@
+"""Continuous batching: requests come and go while others decode.
+
+One prompt at a time is prefilled, in work units; between the units all other requests decode in
+one fixed-shape program. Whoever calls `step` drives it: a waiting `Handle`, or a thread of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+
+from sparda_jax.cli import describe
+from sparda_jax.config import SamplingParams
+from sparda_jax.engine.plan import check_request
+from sparda_jax.engine.prefix import PrefixIndex, reusable_tokens, settled_lag
+from sparda_jax.engine.report import FinishReason
+from sparda_jax.engine.requests import Handle, OnPiece, StopStrings
+from sparda_jax.engine.rows import Gain, Rows
+from sparda_jax.tokenization import Tokenizer
+from sparda_jax.validation import require, require_at_least
+
+if TYPE_CHECKING:
+    from sparda_jax.engine.generate import Engine
+
+logger = logging.getLogger("sparda_jax")
+
+
+class QueueFullError(RuntimeError):
+    """A request that could run later, but too many are waiting already."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How requests share an engine.
+
+    Attributes:
+        rows: B, requests that decode at the same time.
+        max_length: tokens of a prompt and its answer together; None: the engine's limit. A row has
+            blocks for so many.
+        queue: requests that may wait for a row.
+        prefill_seconds: time for prefill between two decode calls. A token of a running request
+            waits at most for this (or one unit of prefill, if that takes longer) and its own call.
+        stop_tokens: stop tokens that a request can have.
+        prefix_reuse: look for the KV of a prompt's beginning in rows of earlier requests.
+    """
+
+    rows: int = 8
+    max_length: int | None = None
+    queue: int = 256
+    prefill_seconds: float = 0.05
+    stop_tokens: int = 8
+    prefix_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        require_at_least("rows", self.rows, 1)
+        require_at_least("queue", self.queue, 0)
+        require_at_least("stop_tokens", self.stop_tokens, 1)
+        require(
+            self.prefill_seconds > 0,
+            f"prefill_seconds must be positive, got {self.prefill_seconds}",
+        )
+        if self.max_length is not None:
+            require_at_least("max_length", self.max_length, 2)
+
+
+@dataclass
+class Counters:
+    """What happened since the start; requests = waiting + running + finished, by any reason.
+
+    Attributes:
+        requests: accepted.
+        refused: not accepted: too long, or the queue was full.
+        finished: ended, by finish reason.
+        prompt_tokens: of prompts whose prefill ended.
+        cached_tokens: how many of those were known already.
+        tokens: given to requests.
+        prefill_seconds: spent in prefill.
+        stalls: seconds in which running requests waited for prefill.
+    """
+
+    requests: int = 0
+    refused: int = 0
+    finished: collections.Counter[FinishReason] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    prefill_seconds: float = 0.0
+    stalls: float = 0.0
+
+
+@dataclass
+class _Prefill:
+    """The prompt at work."""
+
+    handle: Handle
+    row: int
+    work: Generator[jax.Array, None, Gain]
+
+
+class Scheduler:
+    """Runs requests on the rows of one engine.
+
+    `submit`, `cancel`, `start`, `drain` and `close` may be called from any thread.
+
+    Example:
+        >>> scheduler = Scheduler(engine, SchedulerConfig(rows=4, max_length=4096))
+        >>> handle = scheduler.submit([1, 2, 3], SamplingParams(max_new_tokens=8))
+        >>> print(handle.result().tokens)
+
+    Args:
+        engine: its settings hold for all requests.
+        config: how requests share it.
+        tokenizer: for text and stop strings; None: tokens only.
+
+    Attributes:
+        rows: where requests run.
+        counters: current at any time.
+        broken: what ended the scheduler for all requests; None: it works.
+
+    Raises:
+        ValueError: rows that do not fit in memory, or more tokens than the engine's limit.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: SchedulerConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        self.engine, self.config = engine, config or SchedulerConfig()
+        self.tokenizer = tokenizer
+        limit = engine.config.max_length or engine.model.config.max_position_embeddings
+        self.max_length = self.config.max_length or limit
+        require(
+            self.max_length <= limit,
+            f"max_length {self.max_length} exceeds the engine's limit of {limit} tokens",
+        )
+        rows = self.config.rows
+        self.rows = Rows(engine, rows, self.max_length, stop_width=self.config.stop_tokens)
+        self.counters = Counters()
+        self.broken: str | None = None
+        self._owners: list[Handle | None] = [None] * rows
+        self._free: collections.OrderedDict[int, None] = collections.OrderedDict.fromkeys(
+            range(rows)
+        )  # the row that was left longest ago comes first
+        self._queue: collections.deque[Handle] = collections.deque()
+        self._prefill: _Prefill | None = None
+        self._numbers = itertools.count()
+        self._accepting, self._ending = True, False
+        self._cancelled: list[Handle] = []
+        # Guards what other threads touch: queue, cancellations, flags. `_driving` is held by
+        # whoever runs a step. `_moved` wakes up those who wait for either.
+        self._moved = threading.Condition()
+        self._driving = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._prefixes = PrefixIndex(
+            f"{engine.model.config}{engine.sparse}{engine.config.mode}",
+            engine.sparse.geometry.block_size,
+            engine.sparse.dense_len if engine.config.mode != "dense" else 0,
+        )
+
+    # ---------------------------------------------------------------- from any thread
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(owner is not None for owner in self._owners)
+
+    @property
+    def blocks_used(self) -> int:
+        """KV blocks of all running requests, in each layer; a row has `rows.plan.num_blocks`."""
+        size = self.engine.sparse.geometry.block_size
+        held = (owner for owner in self._owners if owner is not None)
+        return sum(-(-(len(each.prompt) + each.params.max_new_tokens) // size) for each in held)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        stop: Sequence[str] = (),
+        on_piece: OnPiece | None = None,
+    ) -> Handle:
+        """Accepts a request, or says why not.
+
+        Args:
+            prompt: token ids.
+            params: how to sample.
+            stop: strings that end the answer before them.
+            on_piece: called with each piece, by the thread that drives; may raise, which ends this
+                request as "failed".
+
+        Raises:
+            ValueError: it can never run: names what it needs and what there is.
+            QueueFullError: it could run later, but too many wait already.
+            RuntimeError: the scheduler is draining, closed or broken.
+        """
+        try:
+            text = self._check(prompt, params, stop)
+        except ValueError:
+            with self._moved:
+                self.counters.refused += 1
+            raise
+        with self._moved:
+            if self.broken is not None:
+                raise RuntimeError(f"the engine is broken: {self.broken}")
+            if not self._accepting:
+                raise RuntimeError("the engine is shutting down and takes no more requests")
+            if len(self._queue) >= self.config.queue + len(self._free):
+                self.counters.refused += 1
+                raise QueueFullError(
+                    f"{len(self._queue)} requests wait and {self.running} of {self.config.rows} "
+                    f"rows are in use: the queue holds {self.config.queue}"
+                )
+            handle = Handle(self, next(self._numbers), prompt, params, text, on_piece)
+            self.counters.requests += 1
+            self._queue.append(handle)
+            self._moved.notify_all()
+        return handle
+
+    def _check(
+        self, prompt: Sequence[int], params: SamplingParams, stop: Sequence[str]
+    ) -> StopStrings | None:
+        check_request("the prompt", prompt, params, self.engine.model.config, self.max_length)
+        most, stops = self.config.stop_tokens, len(params.stop_token_ids)
+        require(stops <= most, f"{stops} stop tokens, at most {most} are possible")
+        top, likely = self.engine.config.top_logprobs, params.logprobs or 0
+        require(likely <= top, f"{likely} likeliest tokens asked for, at most {top} are reported")
+        if self.tokenizer is None:
+            require(not stop, f"stop strings {list(stop)} need a tokenizer")
+            return None
+        return StopStrings(self.tokenizer.stream_decoder(), stop)
+
+    def cancel(self, handle: Handle) -> None:
+        """Ends a request before its next token; nothing if it has ended."""
+        with self._moved:
+            if handle.phase != "done" and not handle.cancelled:
+                handle.cancelled = True
+                self._cancelled.append(handle)
+                self._moved.notify_all()
+
+    def start(self) -> None:
+        """Drives all requests in a thread of its own, until `drain` or `close`."""
+        with self._moved:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, daemon=True, name="scheduler")
+                self._thread.start()
+
+    def drain(self) -> None:
+        """Takes no more requests and returns when all accepted ones have ended."""
+        with self._moved:
+            self._accepting = False
+            self._moved.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        while self.step():
+            pass
+
+    def close(self) -> None:
+        """Takes no more requests and ends all accepted ones as "interrupted"."""
+        with self._moved:
+            self._accepting, self._ending = False, True
+            self._moved.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self.step()
+
+    def advance(self, handle: Handle, seen: int) -> None:
+        """Waits until a request has more than `seen` pieces or has ended, or drives one step."""
+        with self._moved:
+            if self._thread is not None:
+                self._moved.wait_for(lambda: handle.moved_past(seen))
+                return
+        self.step()
+
+    def _drive(self) -> None:
+        while True:
+            if self.step():
+                continue
+            with self._moved:
+                self._moved.wait_for(
+                    lambda: self._queue or self._cancelled or not self._accepting or self._ending
+                )
+                if not self._queue and not self._cancelled and not self._accepting:
+                    return
+
+    # ---------------------------------------------------------------- by whoever drives
+
+    def step(self) -> bool:
+        """Some prefill within the budget, then one decode call.
+
+        Returns:
+            Whether any request is left.
+        """
+        with self._driving:
+            try:
+                self._end_cancelled()
+                self._run_prefill()
+                if self.rows.active.any():
+                    for gain in self.rows.decode():
+                        self._take(gain)
+            except Exception as error:  # the state may be gone with the call that failed
+                logger.exception("the engine failed")
+                self.broken = describe(error)
+                self._end_all("failed", f"the engine failed: {self.broken}")
+            with self._moved:
+                self._moved.notify_all()
+                return bool(self._queue or self.running)
+
+    def _end_cancelled(self) -> None:
+        with self._moved:
+            cancelled, self._cancelled = self._cancelled, []
+            ending = self._ending
+        for handle in cancelled:
+            self._end(handle, "cancelled")
+        if ending:
+            self._end_all("interrupted", None)
+
+    def _end_all(self, reason: FinishReason, error: str | None) -> None:
+        with self._moved:
+            handles = [*self._queue, *(owner for owner in self._owners if owner is not None)]
+        for handle in handles:
+            self._end(handle, reason, error)
+
+    def _end(self, handle: Handle, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a request wherever it is, and frees what it has."""
+        if handle.phase == "done":
+            return
+        if handle.phase == "queued":
+            with self._moved:
+                self._queue.remove(handle)
+        else:
+            row = self._owners.index(handle)
+            if self._prefill is not None and self._prefill.handle is handle:
+                self._prefill.work.close()
+                self._prefill = None
+            else:
+                self._remember(row, handle)
+            if self.rows.active[row]:
+                self.rows.stop(row)
+            self._owners[row] = None
+            self._free[row] = None
+        handle.finish(reason, error)
+        self.counters.finished[reason] += 1
+
+    def _remember(self, row: int, handle: Handle) -> None:
+        """What the row still holds, for prompts that begin alike."""
+        size = self.engine.sparse.geometry.block_size
+        # The block being written is not with the others yet.
+        cached = int(self.rows.lengths[row] - 1) // size * size
+        count = reusable_tokens(self.engine.config, len(handle.prompt), cached)
+        tokens = (*handle.prompt, *handle.tokens)[:count]
+        if self.rows.failed[row]:
+            tokens = ()  # its KV need not be finite
+        self._prefixes.hold(row, tokens, len(handle.prompt))
+
+    def _run_prefill(self) -> None:
+        """Units of prefill, as many as fit in the time; at least one, if there is any."""
+        stalled, last = 0.0, 0.0
+        while self._prefill is not None or self._admit():
+            if self.rows.active.any() and last and stalled + last > self.config.prefill_seconds:
+                break
+            begun, busy = time.perf_counter(), bool(self.rows.active.any())
+            self._unit()
+            last = time.perf_counter() - begun
+            stalled += last if busy else 0.0
+            self.counters.prefill_seconds += last
+            if self._cancelled or self._ending:
+                break
+        self.counters.stalls += stalled
+
+    def _unit(self) -> None:
+        """One unit of the prompt at work; what goes wrong in it ends that request alone."""
+        assert self._prefill is not None
+        current, row = self._prefill, self._prefill.row
+        try:
+            next(current.work).block_until_ready()
+        except StopIteration as stop:
+            self._prefill = None
+            current.handle.phase = "decode"
+            self.counters.prompt_tokens += len(current.handle.prompt)
+            self.counters.cached_tokens += current.handle.cached_tokens
+            self._remember(row, current.handle)
+            self._take(stop.value)
+        except Exception as error:
+            self._end(current.handle, "failed", f"prefill failed: {describe(error)}")
+
+    def _admit(self) -> bool:
+        """Gives a row to the request that waits longest and begins its prefill."""
+        with self._moved:
+            if not self._queue or not self._free:
+                return False
+            handle = self._queue.popleft()
+            known, source = self._known(handle.prompt)
+            # In the row that holds the prefix, if it is free: what others hold stays.
+            row = source if source in self._free else next(iter(self._free))
+            assert row is not None
+            del self._free[row]
+            self._owners[row] = handle
+            handle.phase = "prefill"
+        handle.cached_tokens, handle.timing.started = known, time.perf_counter()
+        work = self.rows.prefill(row, handle.prompt, handle.params, known=known, source=source)
+        self._prefill = _Prefill(handle, row, work)
+        self._prefixes.drop(row)
+        return True
+
+    def _known(self, prompt: Sequence[int]) -> tuple[int, int | None]:
+        """Leading tokens of a prompt that need no prefill, and the row that holds their KV."""
+        if not self.config.prefix_reuse:
+            return 0, None
+        matched, rows = self._prefixes.find(prompt)
+        engine = self.engine
+        lag = settled_lag(engine.sparse, engine.config, len(engine.layers)) if matched else 0
+        # The last token is run in any case: its hidden state draws the first one.
+        known = max(min(matched - lag, len(prompt) - 1), 0) // self.rows.chunk * self.rows.chunk
+        if not known:
+            return 0, None
+        return known, next((row for row in rows if row in self._free), rows[0])
+
+    def _take(self, gain: Gain) -> None:
+        """Hands a row's tokens to its request, and ends it where it is over."""
+        handle, rows = self._owners[gain.row], self.rows
+        assert handle is not None
+        reason: FinishReason | None = None
+        error = None
+        if gain.tokens:
+            before = len(handle.tokens)
+            try:
+                reason = handle.add(gain.tokens, gain.likelihoods)
+            except Exception as raised:  # of its callback or its text
+                reason, error = "failed", describe(raised)
+            self.counters.tokens += len(handle.tokens) - before
+        if reason is None and rows.failed[gain.row]:
+            reason, error = "failed", "the model's logits were not finite"
+        if reason is not None:
+            self._end(handle, reason, error)
