@@ -61,8 +61,8 @@ def end_step(
       model: parameters.
       x: hidden states of the token at position `lengths`.
       state: the batch.
-
       top_logprobs: likeliest tokens to report, where a request wants log-probabilities.
+
     Returns:
       The state, the tokens, which of them were emitted, and how likely they were.
     """
@@ -93,8 +93,8 @@ def decode_step(
     num_blocks: int,
     choosers: tuple[Chooser, ...],
     prefetch: bool,
-) -> tuple[DecodeState, StepOutput]:
     top_logprobs: int,
+) -> tuple[DecodeState, StepOutput]:
     """Decodes one token for every active request; arguments as those of `decode_steps`.
 
     Args:
@@ -106,8 +106,8 @@ def decode_step(
       num_blocks: M, blocks a sequence can hold.
       choosers: of each layer.
       prefetch: fetch what was chosen ahead behind the layer in front.
-    """
       top_logprobs: likeliest tokens to report.
+    """
     x, step = begin_step(model, rope, state)
     counts = [jnp.zeros((), jnp.int32)] * 3
     layers: tuple[LayerCache, ...]
@@ -140,8 +140,8 @@ def decode_steps(
     sparse: SparseConfig | None,
     num_blocks: int,
     prefetch: bool = True,
-) -> tuple[DecodeState, StepOutput]:
     top_logprobs: int = 0,
+) -> tuple[DecodeState, StepOutput]:
     """Decodes up to ``steps`` tokens a request, all in the program that calls it.
 
     Traces inside any `jax.jit`: the engine compiles it ahead of time, users may call it in their
@@ -159,8 +159,8 @@ def decode_steps(
       num_blocks: M, blocks a sequence can hold.
       prefetch: fetch what was chosen ahead behind the layer in front; on a GPU, side by side only
         in programs compiled with `host_offload.overlap.CONCURRENT_OPTIONS`.
-
       top_logprobs: likeliest tokens to report, where a request wants log-probabilities.
+
     Returns:
       The state and the outputs of the steps stacked on a leading axis of size n. Steps after the
       last request finished are not run; their `emitted` is False.
@@ -185,11 +185,11 @@ def decode_steps(
     outputs = StepOutput(
         tokens=jnp.zeros((steps, batch), jnp.int32),
         emitted=jnp.zeros((steps, batch), bool),
-        free=jnp.zeros((steps,), jnp.int32),
         logprobs=jax.tree.map(
             lambda leaf: jnp.zeros((steps, *leaf.shape), leaf.dtype),
             no_log_probabilities(batch, top_logprobs),
         ),
+        free=jnp.zeros((steps,), jnp.int32),
         hits=jnp.zeros((steps,), jnp.int32),
         fetched=jnp.zeros((steps,), jnp.int32),
     )

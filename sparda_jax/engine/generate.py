@@ -276,6 +276,7 @@ class Generation:
                 engine.sparse,
                 plan.num_blocks,
                 engine.choosers,
+                engine.config.top_logprobs,
             )
         program = engine.decode_program(plan.num_blocks)
         program.compile(arrays, rope, pool and pool.layers, self.state, engine.choosers)
@@ -312,7 +313,6 @@ class Generation:
         call = self._decode()
         report.decode_compile_seconds = time.perf_counter() - start
         while np.any(self._active):
-                engine.config.top_logprobs,
             start, compiled = time.perf_counter(), self._engine.programs.compile_seconds
             self.state, outputs = call(self.state)
             state = self.state

@@ -1,0 +1,467 @@
+"""The rows of one fixed-shape decode program as places for requests that come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from host_offload import memory
+from host_offload.fetch import EagerFetcher
+from host_offload.host_pool import HostPool
+from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
+from sparda_jax.engine import prefill
+from sparda_jax.engine.eager import eager_step
+from sparda_jax.engine.plan import BatchPlan, plan_sizes
+from sparda_jax.engine.report import Report
+from sparda_jax.engine.state import (
+    DecodeState,
+    DenseCache,
+    LayerCache,
+    LogProbabilities,
+    SamplingState,
+    SparseCache,
+    StepOutput,
+    sampling_fields,
+)
+from sparda_jax.engine.units import LayerKV, LayerRow, Prompt, capacities, run_prompt
+
+if TYPE_CHECKING:
+    from sparda_jax.engine.generate import Engine
+
+
+def empty_layer(
+    *,
+    model: ModelConfig,
+    sparse: SparseConfig,
+    dense: bool,
+    plan: BatchPlan,
+    partial: int,
+    dtype: jnp.dtype,
+) -> LayerCache:
+    """One layer's cache of rows that hold nothing.
+
+    Args:
+      model: shape of the model.
+      sparse: selection rules.
+      dense: for dense attention.
+      plan: sizes of the batch.
+      partial: channels of InfiniGen's keys in this layer; 0: none.
+      dtype: of the KV.
+    """
+    heads, width, size = model.num_kv_heads, model.head_dim, sparse.geometry.block_size
+    length = plan.num_blocks * size
+    if dense:
+        shape = (plan.batch, length, heads, width)
+        return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    lead = (plan.batch, heads)
+    block = (2, size, width)
+    blocks, slot_blocks, last_used, misses = prefill.empty_slots(
+        shape=(*lead, plan.slots or plan.num_blocks, *block), dtype=dtype, selected=plan.selected
+    )
+    return SparseCache(
+        blocks=blocks,
+        slot_blocks=slot_blocks if plan.slots else None,
+        last_used=last_used if plan.slots else None,
+        misses=misses if plan.slots else None,
+        tail=jnp.zeros((*lead, 2, *block), dtype),
+        window=jnp.zeros((*lead, sparse.geometry.kernel_size, width), dtype),
+        compressed=jnp.zeros((*lead, sparse.geometry.num_compressed(length), width), dtype),
+        partial=jnp.zeros((*lead, length, partial), dtype) if partial else None,
+    )
+
+
+def _put(rows: Array, one: Array, row: Array) -> Array:
+    """`one[0]` in place of the first elements of `rows[row]`."""
+    return jax.lax.dynamic_update_slice(rows, one, (row, *(0,) * (rows.ndim - 1)))
+
+
+def _insert_layer(cache: LayerCache, new: LayerRow, row: Array) -> LayerCache:
+    if isinstance(cache, DenseCache):
+        assert isinstance(new, DenseCache)
+        return DenseCache(_put(cache.k, new.k, row), _put(cache.v, new.v, row))
+    assert not isinstance(new, DenseCache)
+    names = ["tail", "window", "compressed"]
+    names += ["blocks"] if new.blocks is not None else []
+    names += ["partial"] if new.partial is not None else []
+    fields: dict[str, Any] = {
+        name: _put(getattr(cache, name), getattr(new, name), row) for name in names
+    }
+    if cache.slot_blocks is not None:
+        # Whatever the row's slots hold is the last request's.
+        none = jnp.full((1, *cache.slot_blocks.shape[1:]), -1, jnp.int32)
+        assert cache.last_used is not None
+        fields["slot_blocks"] = _put(cache.slot_blocks, none, row)
+        fields["last_used"] = _put(cache.last_used, none, row)
+    return dataclasses.replace(cache, **fields)
+
+
+def insert_row(
+    state: DecodeState, one: DecodeState, layers: tuple[LayerRow, ...], row: Int[Array, ""]
+) -> DecodeState:
+    """The state with a prefilled request in one row; the other rows stay as they are.
+
+    Args:
+      state: of all rows; donate it.
+      one: of batch 1, without caches.
+      layers: its caches, no longer than those of the state.
+      row: where it goes.
+    """
+    put = functools.partial(_put, row=row)
+    rest = jax.tree.map(put, dataclasses.replace(state, layers=()), one)
+    caches = (
+        _insert_layer(cache, new, row) for cache, new in zip(state.layers, layers, strict=True)
+    )
+    return dataclasses.replace(rest, layers=tuple(caches))
+
+
+def read_blocks(
+    blocks: Float[Array, "B K M 2 P H"], row: Int[Array, ""], *, count: int
+) -> Float[Array, "1 K Q 2 P H"]:
+    """The first blocks of one row."""
+    size = (1, blocks.shape[1], count, *blocks.shape[3:])
+    return jax.lax.dynamic_slice(blocks, (row, 0, 0, 0, 0, 0), size)
+
+
+def read_tokens(cache: DenseCache, row: Int[Array, ""], *, count: int) -> DenseCache:
+    """The first keys and values of one row, for dense attention."""
+    size = (1, count, *cache.k.shape[2:])
+    read = functools.partial(jax.lax.dynamic_slice, start_indices=(row, 0, 0, 0), slice_sizes=size)
+    return DenseCache(read(cache.k), read(cache.v))
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """How likely one token was, by the model.
+
+    Attributes:
+      drawn: its log-probability.
+      top: the likeliest tokens and their log-probabilities, likeliest first.
+    """
+
+    drawn: float
+    top: list[tuple[int, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """What one row gained in one call.
+
+    Attributes:
+      row: which.
+      tokens: drawn, in order; the stop token included.
+      likelihoods: of each; None where the request did not ask.
+    """
+
+    row: int
+    tokens: list[int]
+    likelihoods: list[Likelihood] | None
+
+
+class Rows:
+    """B rows of one decode state, and of the host pool, in which requests are run.
+
+    A request is prefilled alone, in units between which the others decode, and then takes a row.
+    A row that has none computes along idle. Which row is free is the caller's business.
+
+    Attributes:
+      batch: B.
+      max_length: tokens that a prompt and its answer may have together.
+      chunk: tokens of a prefill chunk, whole blocks.
+      plan: sizes of all rows.
+      state: of all rows.
+      pool: their blocks on the host; None when the KV is resident.
+      lengths: tokens whose KV is cached, of each row.
+      active: rows that still generate.
+      failed: rows that met logits which are not finite.
+      report: counters since the start.
+
+    Raises:
+      ValueError: rows that do not fit in memory; says how many would.
+    """
+
+    def __init__(self, engine: Engine, batch: int, max_length: int, *, stop_width: int = 8):
+        size = engine.sparse.geometry.block_size
+        self._engine, self._stop_width = engine, stop_width
+        self.batch, self.max_length = batch, max_length
+        self.chunk = -(-min(engine.config.prefill_chunk, max_length) // size) * size
+        self._capacities = capacities(self.chunk, max_length)
+        self.plan = self._plan(batch)
+        check_rows(self.plan, self._plan(1), engine.config, engine.device)
+        self.pool: HostPool | None = None
+        self.state = self._empty_state()
+        if self.plan.slots:
+            self.pool = HostPool(len(engine.layers), engine.device)
+            for index in range(len(engine.layers)):
+                self.pool.store_layer(index, self._empty_blocks())
+        self.lengths = np.zeros(batch, np.int32)
+        self.active = np.zeros(batch, bool)
+        self.failed = np.zeros(batch, bool)
+        self._alternatives: list[int | None] = [None] * batch  # that each row's request asks for
+        config = engine.model.config
+        run = 2 * size * config.head_dim * engine.model.dtype.itemsize
+        self.report = Report(
+            device_kv_bytes=memory.tree_bytes(self.state.layers),
+            host_kv_bytes=0 if self.pool is None else self.pool.nbytes,
+            full_kv_bytes=self.plan.full_kv_bytes,
+            run_bytes=run,
+        )
+        self._call: Callable[[DecodeState], tuple[DecodeState, StepOutput]] | None = None
+
+    def _plan(self, batch: int) -> BatchPlan:
+        engine, length = self._engine, self._capacities[-1]
+        return plan_sizes(
+            engine.model.config,
+            engine.sparse,
+            engine.config,
+            batch=batch,
+            padded_length=length,
+            num_blocks=length // engine.sparse.geometry.block_size,
+            dtype=engine.model.dtype,
+            partial_channels=engine.partial_channels,
+        )
+
+    def _empty_state(self) -> DecodeState:
+        engine, batch = self._engine, self.batch
+        nobody = [SamplingParams(max_new_tokens=1)] * batch
+        fields = {
+            "lengths": np.zeros(batch, np.int32),
+            "last_token": np.zeros(batch, np.int32),
+            "active": np.zeros(batch, bool),
+            "failed": np.zeros(batch, bool),
+            "remaining": np.zeros(batch, np.int32),
+        }
+        layers = []
+        for index in range(len(engine.layers)):
+            make = engine.programs.plain(
+                empty_layer,
+                model=engine.model.config,
+                sparse=engine.sparse,
+                dense=engine.config.mode == "dense",
+                plan=self.plan,
+                partial=engine.partial_channels if index else 0,
+                dtype=engine.model.dtype,
+            )
+            layers.append(make())
+        sampling = SamplingState(**engine.put(sampling_fields(nobody, width=self._stop_width)))
+        return DecodeState(sampling=sampling, layers=tuple(layers), **engine.put(fields))
+
+    def _empty_blocks(self) -> jax.Array:
+        engine, plan = self._engine, self.plan
+        config, size = engine.model.config, engine.sparse.geometry.block_size
+        shape = (plan.batch, config.num_kv_heads, plan.num_blocks, 2, size, config.head_dim)
+        make = engine.programs.plain(jnp.zeros, shape=shape, dtype=engine.model.dtype)
+        blocks: jax.Array = make()
+        return blocks
+
+    def capacity(self, length: int) -> int:
+        """Tokens of the bucket that a prompt of `length` tokens is prefilled in."""
+        return next(size for size in self._capacities if size >= length)
+
+    def prefill(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        request: SamplingParams,
+        *,
+        known: int = 0,
+        source: int | None = None,
+    ) -> Generator[jax.Array, None, Gain]:
+        """Runs a prompt and puts the request into a row, which decodes from then on.
+
+        Args:
+          row: idle; its blocks are overwritten from the first unit on.
+          tokens: the prompt.
+          request: how to sample.
+          known: leading tokens of the prompt whose KV `source` holds, whole chunks.
+          source: a row, this one or another; None: `known` is 0.
+
+        Yields:
+          After each unit of work an array to wait for.
+
+        Returns:
+          The first token, or none if its logits were not finite.
+        """
+        engine = self._engine
+        capacity = self.capacity(len(tokens))
+        at = engine.put(np.int32(row))
+        past = None
+        if source is not None:
+            past = functools.partial(self._read, engine.put(np.int32(source)), capacity)
+        prompt = Prompt(tokens, known, past, capacity, functools.partial(self._store, at))
+        x, lengths, layers = yield from run_prompt(engine, prompt, self.chunk)
+        fields = {
+            "last_token": np.zeros(1, np.int32),
+            "active": np.ones(1, bool),
+            "failed": np.zeros(1, bool),
+            "remaining": np.array([request.max_new_tokens], np.int32),
+        }
+        fields = engine.put(fields)
+        sampling = SamplingState(**engine.put(sampling_fields([request], width=self._stop_width)))
+        one = DecodeState(lengths=lengths, sampling=sampling, layers=(), **fields)
+        first = engine.programs.on_model(
+            prefill.first_token, top_logprobs=engine.config.top_logprobs
+        )
+        one, *drawn = first(engine.parameters.arrays, x, one)
+        insert = engine.programs.plain(insert_row, donate=(0,))
+        self.state = insert(self.state, one, layers, at)
+        drawn, active, failed = jax.device_get((drawn, one.active, one.failed))
+        self._alternatives[row] = request.logprobs
+        self.lengths[row] = len(tokens)
+        self.active[row], self.failed[row] = active[0], failed[0]
+        self.report.prefill_tokens += len(tokens) - known
+        # As the outputs of a call of one step.
+        return self._gain(row, *jax.tree.map(lambda leaf: leaf[None], drawn), column=0)
+
+    def _gain(
+        self,
+        row: int,
+        tokens: np.ndarray,
+        emitted: np.ndarray,
+        logprobs: LogProbabilities,
+        *,
+        column: int,
+    ) -> Gain:
+        """What a row gained, from outputs stacked over steps."""
+        steps, count = np.flatnonzero(emitted[:, column]), self._alternatives[row]
+        likelihoods = None
+        if count is not None:
+            of_row = jax.tree.map(lambda leaf: leaf[steps, column].tolist(), logprobs)
+            likelihoods = [
+                Likelihood(drawn, list(zip(ids[:count], top[:count], strict=True)))
+                for drawn, ids, top in zip(of_row.drawn, of_row.top_tokens, of_row.top, strict=True)
+            ]
+        return Gain(row, tokens[steps, column].tolist(), likelihoods)
+
+    def _read(self, row: jax.Array, capacity: int, index: int) -> LayerKV:
+        """KV of a layer of a row, from wherever it is."""
+        cache, plain = self.state.layers[index], self._engine.programs.plain
+        count = capacity // self._engine.sparse.geometry.block_size
+        kv: LayerKV
+        if isinstance(cache, DenseCache):
+            kv = plain(read_tokens, count=capacity)(cache, row)
+        elif cache.slot_blocks is None:
+            kv = plain(read_blocks, count=count)(cache.blocks, row)
+        else:
+            assert self.pool is not None
+            kv = self.pool.read_row(index, row, count)
+        return kv
+
+    def _store(self, row: jax.Array, index: int, kv: jax.Array) -> bool:
+        """Writes a prompt's blocks of a layer to the host pool, if that layer is there."""
+        cache = self.state.layers[index]
+        if self.pool is None or not isinstance(cache, SparseCache) or cache.slot_blocks is None:
+            return False
+        self.pool.write_row(index, kv, row, self._engine.put(np.int32(0)))
+        return True
+
+    def stop(self, row: int) -> None:
+        """Ends a row between two calls; it stays as it is until another request takes it."""
+        self.active[row] = False
+        active = self._engine.put(self.active)
+        self.state = dataclasses.replace(self.state, active=active)
+
+    def decode(self) -> list[Gain]:
+        """One decode call for all active rows; rows that end are no longer `active` after it."""
+        programs, report = self._engine.programs, self.report
+        begun, compiled = time.perf_counter(), programs.compile_seconds
+        if self._call is None:
+            self._call = self._prepare()
+        self.state, outputs = self._call(self.state)
+        outputs, lengths, active, failed = jax.device_get(
+            (outputs, self.state.lengths, self.state.active, self.state.failed)
+        )
+        self._write_back(lengths)
+        # Copies: what device_get returns may be the device's memory and read-only.
+        self.lengths, self.active, self.failed = (np.array(a) for a in (lengths, active, failed))
+        late = programs.compile_seconds - compiled
+        report.decode_compile_seconds += late
+        report.decode_seconds += time.perf_counter() - begun - late
+        report.add_steps(outputs)
+        return [
+            self._gain(row, outputs.tokens, outputs.emitted, outputs.logprobs, column=row)
+            for row in np.flatnonzero(np.any(outputs.emitted, axis=0)).tolist()
+        ]
+
+    def _prepare(self) -> Callable[[DecodeState], tuple[DecodeState, StepOutput]]:
+        """How to run one decode call, compiled."""
+        engine, pool = self._engine, self.pool
+        arrays, rope, num_blocks = engine.parameters.arrays, engine.rope, self.plan.num_blocks
+        if pool is not None:
+            # Compiles the write-back, which is first needed some tokens later; writes nothing.
+            pool.write_back(self._tails(), engine.put(np.full(self.batch, -1, np.int32)))
+        if pool is not None and engine.config.fetch == "eager":
+            fetcher = EagerFetcher(pool, engine.device)
+            return lambda state: eager_step(
+                engine.programs,
+                engine.parameters,
+                engine.layers,
+                rope,
+                state,
+                fetcher,
+                engine.sparse,
+                num_blocks,
+                engine.choosers,
+                engine.config.top_logprobs,
+            )
+        program = engine.decode_program(num_blocks)
+        program.compile(arrays, rope, pool and pool.layers, self.state, engine.choosers)
+        return lambda state: program(arrays, rope, pool and pool.layers, state, engine.choosers)
+
+    def _tails(self) -> tuple[jax.Array, ...]:
+        return tuple(cache.tail for cache in self.state.layers if isinstance(cache, SparseCache))
+
+    def _write_back(self, lengths: np.ndarray) -> None:
+        """Writes the tail blocks that filled between ``self.lengths`` and ``lengths``."""
+        engine, size = self._engine, self._engine.sparse.geometry.block_size
+        filled = lengths // size > self.lengths // size
+        if self.pool is not None and np.any(filled):
+            targets = np.where(filled, lengths // size - 1, -1).astype(np.int32)
+            self.pool.write_back(self._tails(), engine.put(targets))
+            heads, layers = engine.model.config.num_kv_heads, engine.model.config.num_layers
+            self.report.written_back_runs += int(np.sum(filled)) * heads * layers
+
+
+def check_rows(plan: BatchPlan, one: BatchPlan, config: EngineConfig, device: jax.Device) -> None:
+    """Raises if the rows do not fit; says how many would.
+
+    Args:
+      plan: of all rows.
+      one: of one row; its prefill is that of any, since prompts run one at a time.
+      config: limits.
+      device: where.
+
+    Raises:
+      ValueError: naming what is needed, what there is and what would fit.
+    """
+    # Resident, a prompt's KV exists twice while it goes into its row.
+    prompt = one.prefill_bytes + (0 if plan.slots else one.full_kv_bytes)
+    what = f"{plan.batch} rows of {plan.num_blocks} blocks"
+    checks = [
+        (memory.check_device_budget, "device", one.device_kv_bytes, 0, config.device_kv_bytes),
+        (memory.check_device_budget, "device, with prefill,", one.device_kv_bytes, prompt, None),
+    ]
+    if plan.host_kv_bytes:
+        checks.append(
+            (memory.check_host_budget, "host", one.host_kv_bytes, 0, config.host_kv_bytes)
+        )
+    for check, place, each, besides, limit in checks:
+        try:
+            check(f"the KV of {what} on the {place}", plan.batch * each + besides, limit, device)
+        except ValueError as error:
+            fit = 0
+            for count in range(plan.batch - 1, 0, -1):
+                try:
+                    check("", count * each + besides, limit, device)
+                except ValueError:
+                    continue
+                fit = count
+                break
+            raise ValueError(f"{error}; {fit} such rows would fit") from None
