@@ -2,8 +2,9 @@
 
 Mesh axes: `data` splits the requests of a batch, `model` splits heads, KV heads, the inner width of
 MLPs and the vocabulary, `expert` splits the experts. An axis that a mesh lacks splits nothing.
-XLA derives the communication from these partitions; our own kernels, which it cannot see into, run
-on each device's part alone (`per_device`).
+In a plain jit XLA derives the communication from these partitions. The engine, whose kernels XLA
+cannot see into, runs its programs under `jax.shard_map`, each device on its part alone; there the
+model communicates by the functions at the end of this file, which elsewhere do nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparda_jax.config import ModelConfig
+from sparda_jax.typing import Array
 
 DATA, MODEL, EXPERT = "data", "model", "expert"
 P = PartitionSpec
@@ -111,3 +113,25 @@ def sharding(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None = None) ->
 def place_on(mesh: Mesh) -> Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]:
     """Sharding of a parameter by path and shape; see `sparda_jax.checkpoints.assemble`."""
     return lambda path, shape: sharding(mesh, parameter_spec(path))
+
+
+def _splits(axis: str) -> bool:
+    """Whether this is traced for one device's part along an axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return axis in mesh.manual_axes and mesh.shape[axis] > 1
+
+
+def sum_over(x: Array, *axes: str) -> Array:
+    """Sums parts over mesh axes, where the computation is split along them."""
+    split = tuple(axis for axis in axes if _splits(axis))
+    return jax.lax.psum(x, split) if split else x
+
+
+def gather_over_model(x: Array, axis: int) -> Array:
+    """Puts the devices' parts of one array axis together."""
+    return jax.lax.all_gather(x, MODEL, axis=axis, tiled=True) if _splits(MODEL) else x
+
+
+def part_number(axis: str) -> Array | int:
+    """Which part along a mesh axis this device has."""
+    return jax.lax.axis_index(axis) if _splits(axis) else 0

@@ -14,6 +14,7 @@ from sparda_jax.models.attention import dense_attention, masked_attention
 from sparda_jax.models.layers import MLP, Importance, Linear, RMSNorm
 from sparda_jax.models.moe import MoE
 from sparda_jax.models.rope import apply_rope, rope_at
+from sparda_jax.sharding import MODEL, gather_over_model, part_number, sum_over
 from sparda_jax.sparse.infllm_v2 import sparse_attention
 from sparda_jax.typing import Array, Bool, Float, Int
 
@@ -47,7 +48,7 @@ class DecoderLayer(nnx.Module):
         self.q = Linear(size, wide, bias=config.qkv_bias, **make)
         self.k = Linear(size, narrow, bias=config.qkv_bias, **make)
         self.v = Linear(size, narrow, bias=config.qkv_bias, **make)
-        self.o = Linear(wide, size, bias=config.output_bias, **make)
+        self.o = Linear(wide, size, bias=config.output_bias, **make, split=True)
         self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if config.qk_norm else None
         heads = (config.num_kv_heads, config.head_dim)
@@ -143,7 +144,13 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embeddings times the family's scale."""
-        x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        # On several devices each has some rows, and zeros stand for the others'.
+        rows = self.embedding.shape[0]
+        local = tokens - part_number(MODEL) * rows
+        x = jnp.take(self.embedding[...], local, axis=0, mode="clip")
+        if rows < self.config.vocab_size:
+            here = (local >= 0) & (local < rows)
+            x = sum_over(jnp.where(here[..., None], x, 0), MODEL)
         scale = self.config.embedding_scale
         return x if scale == 1.0 else x * scale
 
@@ -153,10 +160,11 @@ class Decoder(nnx.Module):
         if self.config.logit_divisor != 1.0:
             x = x / self.config.logit_divisor
         if self.head is not None:
-            return jnp.matmul(x, self.head.kernel[...], preferred_element_type=jnp.float32)
+            out = jnp.matmul(x, self.head.kernel[...], preferred_element_type=jnp.float32)
+            return gather_over_model(out, 2)
         # V-major first: the other order is the slow matrix-vector product of `Linear`'s note.
         out = jnp.einsum("vd,btd->vbt", self.embedding[...], x, preferred_element_type=jnp.float32)
-        return out.transpose(1, 2, 0)
+        return gather_over_model(out.transpose(1, 2, 0), 2)
 
     def hidden(
         self,

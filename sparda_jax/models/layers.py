@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sparda_jax.sharding import MODEL, gather_over_model, sum_over
 from sparda_jax.typing import Array, Float
 
 
@@ -18,16 +19,28 @@ class Linear(nnx.Module):
     Attributes:
         kernel: `[in, out]`.
         bias: `[out]` or None.
+        split: on several devices the inputs are what is split, and the products are summed.
     """
 
-    def __init__(self, size: int, out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        size: int,
+        out: int,
+        *,
+        bias: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        split: bool = False,
+    ):
         scale = jnp.asarray(size**-0.5, dtype)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (size, out), dtype) * scale)
         self.bias = nnx.Param(jnp.zeros((out,), dtype)) if bias else None
+        self.split = split
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows F"]:
         """Applies the map over the last axis."""
         out = x @ self.kernel[...]
+        out = sum_over(out, MODEL) if self.split else out
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -67,6 +80,7 @@ class Importance(nnx.Module):
 
     def __call__(self, v: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
         """Bias of every token as a key, for each KV head."""
+        v = gather_over_model(v, 2)
         values = v.reshape(*v.shape[:2], -1).astype(jnp.float32)
         x = jnp.matmul(values, self.delta.kernel[...], precision=jax.lax.Precision.HIGHEST)
         # log(1 + e^x) without overflow, and without a nested jit (see `MLP`).
@@ -80,7 +94,7 @@ class MLP(nnx.Module):
     def __init__(self, size: int, inner: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.gate = Linear(size, inner, bias=bias, dtype=dtype, rngs=rngs)
         self.up = Linear(size, inner, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, split=True)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the MLP to every row."""

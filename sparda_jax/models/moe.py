@@ -17,6 +17,7 @@ from jax import lax
 
 from sparda_jax.config import MoeConfig
 from sparda_jax.models.layers import MLP
+from sparda_jax.sharding import EXPERT, MODEL, P, parameter_spec, part_number, sum_over
 from sparda_jax.typing import Array, Float, Int
 
 
@@ -71,12 +72,6 @@ class ExpertLinear(nnx.Module):
         shape = (experts, size, out)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * scale)
 
-    def __call__(
-        self, x: Float[Array, "rows D"], counts: Int[Array, " E"]
-    ) -> Float[Array, "rows F"]:
-        """The first `counts[0]` rows by matrix 0, the next `counts[1]` by matrix 1, and so on."""
-        return lax.ragged_dot(x, self.kernel[...], counts)
-
 
 class Experts(nnx.Module):
     """SwiGLU of every expert: `down(silu(gate(x)) * up(x))`."""
@@ -86,13 +81,6 @@ class Experts(nnx.Module):
         self.gate = ExpertLinear(count, size, inner, dtype=dtype, rngs=rngs)
         self.up = ExpertLinear(count, size, inner, dtype=dtype, rngs=rngs)
         self.down = ExpertLinear(count, inner, size, dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self, x: Float[Array, "rows D"], counts: Int[Array, " E"]
-    ) -> Float[Array, "rows D"]:
-        """Applies expert e to its `counts[e]` rows, which lie together and in order of e."""
-        gate = self.gate(x, counts)
-        return self.down(gate * lax.logistic(gate) * self.up(x, counts), counts)
 
 
 class MoE(nnx.Module):
@@ -108,18 +96,57 @@ class MoE(nnx.Module):
         """Applies the layer to every row."""
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = self.router(rows)
-        out = self._routed(rows, chosen, weights).astype(x.dtype).reshape(x.shape)
+        kernels = tuple(getattr(self.experts, n).kernel[...] for n in ("gate", "up", "down"))
+        mesh = jax.sharding.get_abstract_mesh()
+        run = routed
+        if mesh.shape.get(EXPERT, 1) > 1 and EXPERT not in mesh.manual_axes:
+            # Left to XLA, every device would gather all experts.
+            wide, narrow = (parameter_spec(("experts", name, "kernel")) for name in ("up", "down"))
+            specs = (P(), P(), P(), (wide, wide, narrow))
+            names = {EXPERT, MODEL} & set(mesh.axis_names)
+            run = jax.shard_map(
+                routed, in_specs=specs, out_specs=P(), axis_names=names, check_vma=False
+            )
+        out = run(rows, chosen, weights, kernels).astype(x.dtype).reshape(x.shape)
         return out if self.shared is None else out + self.shared(x)
 
-    def _routed(self, rows: Array, chosen: Array, weights: Array) -> Array:
-        """Sum over each row's experts, float32: rows sorted by expert, then sorted back."""
-        count, each = chosen.shape
-        experts = self.router.config.num_experts
-        expert = chosen.reshape(-1)
-        pairs = lax.iota(jnp.int32, count * each)
-        _, order = lax.sort_key_val(expert, pairs)
-        counts = (expert[:, None] == lax.iota(jnp.int32, experts)).sum(0, dtype=jnp.int32)
-        out = self.experts(jnp.take(rows, order // each, axis=0, mode="clip"), counts)
-        back = jnp.zeros_like(pairs).at[order].set(pairs)
-        out = jnp.take(out, back, axis=0, mode="clip").reshape(count, each, -1)
-        return (out.astype(jnp.float32) * weights[..., None]).sum(1)
+
+def routed(
+    rows: Float[Array, "rows D"],
+    chosen: Int[Array, "rows X"],
+    weights: Float[Array, "rows X"],
+    kernels: tuple[Float[Array, "E D F"], Float[Array, "E D F"], Float[Array, "E F D"]],
+) -> Float[Array, "rows D"]:
+    """Sum over each row's experts, float32: pairs sorted by expert, then sorted back.
+
+    Where the experts are split over devices, each computes the pairs of its own, and the sums are
+    added.
+
+    Args:
+        rows: inputs.
+        chosen: experts of each row.
+        weights: theirs.
+        kernels: gate, up and down of every expert here.
+    """
+    count, each = chosen.shape
+    experts = kernels[0].shape[0]
+    expert = chosen.reshape(-1) - part_number(EXPERT) * experts
+    # Pairs of experts that are elsewhere come last, behind all counts: nothing multiplies them.
+    expert = jnp.where((expert >= 0) & (expert < experts), expert, experts)
+    pairs = lax.iota(jnp.int32, count * each)
+    _, order = lax.sort_key_val(expert, pairs)
+    counts = (expert[:, None] == lax.iota(jnp.int32, experts)).sum(0, dtype=jnp.int32)
+    out = _swiglu(jnp.take(rows, order // each, axis=0, mode="clip"), kernels, counts)
+    back = jnp.zeros_like(pairs).at[order].set(pairs)
+    here = (expert < experts)[:, None]
+    out = jnp.where(here, jnp.take(out, back, axis=0, mode="clip"), 0)
+    out = out.reshape(count, each, -1).astype(jnp.float32) * weights[..., None]
+    return sum_over(out.sum(1), EXPERT, MODEL)
+
+
+def _swiglu(x: Array, kernels: tuple[Array, Array, Array], counts: Array) -> Array:
+    """Expert e, `down(silu(gate(x)) * up(x))`, of its `counts[e]` rows, which lie together."""
+    gate, up, down = kernels
+    inner = lax.ragged_dot(x, gate, counts)
+    inner = inner * lax.logistic(inner) * lax.ragged_dot(x, up, counts)
+    return lax.ragged_dot(inner, down, counts)
