@@ -18,6 +18,7 @@ Strategy = Literal[
     "low_confidence_dynamic",
     "entropy_bounded",
     "threshold_or_best",
+    "threshold_or_first",
 ]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
@@ -34,7 +35,9 @@ class DenoiseParams:
             confident; "low_confidence_dynamic": all above the threshold if these are at least
             s_i, else the s_i most confident (SDAR, LLaDA2); "entropy_bounded": as many of the
             least uncertain as keep their summed entropy below the bound, at least one;
-            "threshold_or_best": all above the threshold and the most confident (Fast-dLLM v2).
+            "threshold_or_best": all above the threshold and the most confident (Fast-dLLM v2);
+            "threshold_or_first": all above the threshold and the leftmost mask, which keeps the
+            order of a causal model where it is not sure (ours).
         steps: U, steps that a block takes at most; None: W. Counts in the first three.
         threshold: a confidence must exceed it; 1 is exceeded by none.
         entropy_bound: nats.
@@ -65,12 +68,14 @@ class DenoiseParams:
 
     @classmethod
     def of_family(cls, config: ModelConfig) -> DenoiseParams:
-        """The settings that a family's authors publish; of the default model, ours."""
+        """The settings that a family's authors publish; of models of our own training, ours."""
         if config.family == "sdar":
             return cls("low_confidence_dynamic", threshold=0.9)
         if config.family == "llada2":
             return cls("low_confidence_dynamic", threshold=0.95)
-        return cls("threshold_or_best", threshold=0.9, sub_block=8, early_stop=True)
+        if config.family == "fast_dllm":
+            return cls("threshold_or_best", threshold=0.9, sub_block=8, early_stop=True)
+        return cls("threshold_or_first", threshold=0.9, early_stop=True)
 
     def check(self, block_size: int) -> None:
         """Compares the settings with a block size.

@@ -57,6 +57,7 @@ def choose(
         "low_confidence_dynamic": jnp.where(above.sum(1, keepdims=True) >= count, above, best),
         "entropy_bounded": open_ & ((spent < rule.entropy_bound[:, None]) | (certainty == 0)),
         "threshold_or_best": above | (open_ & (rank == 0)),
+        "threshold_or_first": above | (open_ & (jnp.cumsum(open_, axis=1) == 1)),
     }
     stacked = jnp.stack([chosen[name] for name in STRATEGIES], axis=1)  # [B, strategy, W]
     return jnp.take_along_axis(stacked, rule.strategy[:, None, None], axis=1)[:, 0]
