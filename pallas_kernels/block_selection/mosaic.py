@@ -13,16 +13,20 @@ def select_blocks_forecast(
     forecast: Array, compressed: Array, query_block: Array, visible: Array, **rules: Any
 ) -> Selection:
     """See ``pallas_kernels.block_selection.select_blocks_forecast``."""
-    kernels = mosaic_decode if forecast.shape[1] == 1 else mosaic_prefill
-    return kernels.select_blocks_forecast(forecast, compressed, query_block, visible, **rules)
+    operands = (forecast, compressed, query_block, visible)
+    if forecast.shape[1] == 1:
+        return mosaic_decode.select_blocks_forecast(*operands, **rules)
+    return mosaic_prefill.select_blocks(*operands, multi_head=False, **rules)
 
 
 def select_blocks_multi_head(
     q: Array, compressed: Array, query_block: Array, visible: Array, **rules: Any
 ) -> Selection:
     """See ``pallas_kernels.block_selection.select_blocks_multi_head``."""
-    kernels = mosaic_decode if q.shape[1] == 1 else mosaic_prefill
-    return kernels.select_blocks_multi_head(q, compressed, query_block, visible, **rules)
+    operands = (q, compressed, query_block, visible)
+    if q.shape[1] == 1:
+        return mosaic_decode.select_blocks_multi_head(*operands, **rules)
+    return mosaic_prefill.select_blocks(*operands, multi_head=True, **rules)
 
 
 def choose_blocks(

@@ -8,6 +8,7 @@ multi-head selector, where scores differ in their last bits.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +31,8 @@ def select_blocks_forecast(
     query_block: Int32[Array, "B 1"],
     visible: Int32[Array, "B 1"],
     *,
-    num_blocks: int,
-    geometry: BlockGeometry,
-    init_blocks: int,
-    local_blocks: int,
-    budget: int,
-    width: int,
-    dense: Bool[Array, " B"] | None,
     mask_future: bool,
+    **rules: Any,
 ) -> Selection:
     """See ``pallas_kernels.block_selection.select_blocks_forecast``; one query token.
 
@@ -45,11 +40,10 @@ def select_blocks_forecast(
         NotImplementedError: H not 64 or 128; keys not bfloat16 or float16, or of another dtype
             than the queries; more than 8192 blocks; ``mask_future=False``.
     """
-    _check(forecast, compressed, num_blocks, mask_future)
+    _check(forecast, compressed, rules["num_blocks"], mask_future)
     return _select(
-        forecast, compressed, query_block, visible, dense, score=_forecast_scores, scale=1.0,
-        num_blocks=num_blocks, geometry=geometry, init_blocks=init_blocks,
-        local_blocks=local_blocks, budget=budget, width=width, simulated=interpret.is_active(),
+        forecast, compressed, query_block, visible, score=_forecast_scores, scale=1.0,
+        simulated=interpret.is_active(), **rules,
     )  # fmt: skip
 
 
@@ -59,17 +53,11 @@ def select_blocks_multi_head(
     query_block: Int32[Array, "B 1"],
     visible: Int32[Array, "B 1"],
     *,
-    num_blocks: int,
-    geometry: BlockGeometry,
-    init_blocks: int,
-    local_blocks: int,
-    budget: int,
-    width: int,
-    dense: Bool[Array, " B"] | None,
     mask_future: bool,
     scale: float,
     coarse: Float[Array, "B K X H"] | None = None,
     coarse_visible: Int32[Array, "B 1"] | None = None,
+    **rules: Any,
 ) -> Selection:
     """See ``pallas_kernels.block_selection.select_blocks_multi_head``; one query token.
 
@@ -77,16 +65,15 @@ def select_blocks_multi_head(
         NotImplementedError: as ``select_blocks_forecast``; also more than 64 heads a group, and
             coarse keys: one token's sum costs no pass of its own, so that they would add one.
     """
-    _check(q, compressed, num_blocks, mask_future)
+    _check(q, compressed, rules["num_blocks"], mask_future)
     group = q.shape[2] // compressed.shape[1]
     if group > 64:
         raise NotImplementedError(f"{group} query heads per KV head exceed 64")
-    if coarse is not None:
+    if coarse is not None or coarse_visible is not None:
         raise NotImplementedError("coarse keys for one query token")
     return _select(
-        q, compressed, query_block, visible, dense, score=_multi_head_scores, scale=scale,
-        num_blocks=num_blocks, geometry=geometry, init_blocks=init_blocks,
-        local_blocks=local_blocks, budget=budget, width=width, simulated=interpret.is_active(),
+        q, compressed, query_block, visible, score=_multi_head_scores, scale=scale,
+        simulated=interpret.is_active(), **rules,
     )  # fmt: skip
 
 
@@ -120,7 +107,6 @@ def _select(
     compressed: Array,
     query_block: Int32[Array, "B 1"],
     visible: Int32[Array, "B 1"],
-    dense: Bool[Array, " B"] | None,
     *,
     score: Callable[[Array, Array, Array, float], Float32[Array, "B K C"]],
     scale: float,
@@ -130,6 +116,7 @@ def _select(
     local_blocks: int,
     budget: int,
     width: int,
+    dense: Bool[Array, " B"] | None,
     simulated: bool,
 ) -> Selection:
     """Scores, pools, forces and chooses; ``simulated`` only tells two traces apart."""

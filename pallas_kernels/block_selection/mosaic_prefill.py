@@ -25,53 +25,32 @@ SCRATCH_BYTES = 64 * 2**20
 TILE = mosaic_pooled.TILE
 
 
-def select_blocks_forecast(
-    forecast: Float[Array, "B T K H"],
+def select_blocks(
+    queries: Float[Array, "B T heads H"],
     compressed: Float[Array, "B K C H"],
     query_block: Int32[Array, "B T"],
     visible: Int32[Array, "B T"],
+    *,
+    multi_head: bool,
     **rules: Any,
 ) -> Selection:
-    """The prefill kernel behind ``pallas_kernels.block_selection.select_blocks_forecast``.
+    """The prefill kernels behind the selectors of ``pallas_kernels.block_selection``.
 
     Args:
-        forecast: see there, as for all others.
-        compressed: see there.
+        queries: of all heads, or one Forecast query per KV head.
+        compressed: see ``select_blocks_multi_head``, as for all others.
         query_block: see there.
         visible: see there.
+        multi_head: ``select_blocks_multi_head``; else ``select_blocks_forecast``.
         **rules: see ``_select``.
 
     Raises:
         NotImplementedError: a shape or dtype outside the kernel's limits.
     """
+    simulated = interpret.is_active()
     return _select(
-        forecast, compressed, query_block, visible, multi_head=False,
-        simulated=interpret.is_active(), **rules,
-    )  # fmt: skip
-
-
-def select_blocks_multi_head(
-    q: Float[Array, "B T N H"],
-    compressed: Float[Array, "B K C H"],
-    query_block: Int32[Array, "B T"],
-    visible: Int32[Array, "B T"],
-    **rules: Any,
-) -> Selection:
-    """The prefill kernel behind ``pallas_kernels.block_selection.select_blocks_multi_head``.
-
-    Args:
-        q: see there, as for all others.
-        compressed: see there.
-        query_block: see there.
-        visible: see there.
-        **rules: see ``_select``.
-
-    Raises:
-        NotImplementedError: a shape or dtype outside the kernel's limits.
-    """
-    return _select(
-        q, compressed, query_block, visible, multi_head=True,
-        simulated=interpret.is_active(), **rules,
+        queries, compressed, query_block, visible, multi_head=multi_head, simulated=simulated,
+        **rules,
     )  # fmt: skip
 
 

@@ -133,11 +133,8 @@ def test_refuses(change, message):
 @pytest.mark.parametrize(("group", "length"), [(0, 900), (16, 31)])  # 31: no compressed key
 def test_lowers_for_cuda(group, length):
     arguments, rules = _case(0, group=group, head_dim=128, length=length)
-    rules |= {"width": 6, "dense": None}
-    kernel = (
-        mosaic_prefill.select_blocks_multi_head if group else mosaic_prefill.select_blocks_forecast
-    )
-    exported = jax.export.export(jax.jit(functools.partial(kernel, **rules)), platforms=["cuda"])(
-        *arguments
-    )
+    rules |= {"width": 6, "dense": None, "multi_head": bool(group)}
+    exported = jax.export.export(
+        jax.jit(functools.partial(mosaic_prefill.select_blocks, **rules)), platforms=["cuda"]
+    )(*arguments)
     assert exported.mlir_module().count("mosaic_gpu") >= (3 if group else 2)
