@@ -1,0 +1,198 @@
+"""All committed keys and values of a batch in pinned host memory, row by row (HERALD).
+
+Keys and values lie apart, `[B, K, S, H]` a layer, so that the keys of one (request, KV head) are
+one run for the CPU to scan. The scan reads them where they lie: for the CPU back end each request's
+keys are an array that aliases the pool. Such an alias forbids that a program donates the pool, so
+new rows do not come by a program: they are copied to the host and written here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int8
+
+from host_offload import memory
+
+_ALIGNMENT = 64  # bytes; the CPU back end copies what is less aligned
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShape:
+    """Sizes of a store.
+
+    Attributes:
+        layers: L.
+        batch: B requests.
+        heads: K.
+        capacity: S, rows of each request.
+        width: H.
+        dtype: of keys and values.
+        quantised: keep int8 keys besides, one scale a row.
+    """
+
+    layers: int
+    batch: int
+    heads: int
+    capacity: int
+    width: int
+    dtype: jnp.dtype
+    quantised: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        rows = self.layers * self.batch * self.heads * self.capacity
+        extra = self.width + 4 if self.quantised else 0
+        return rows * (2 * self.width * jnp.dtype(self.dtype).itemsize + extra)
+
+
+def host_view(array: jax.Array) -> np.ndarray:
+    """A writable numpy view of an array in host memory, without a copy.
+
+    Made from the address: it holds no reference, so it is valid as long as the array lives.
+    """
+    array = jax.block_until_ready(array)
+    raw = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(raw, dtype=array.dtype).reshape(array.shape)
+
+
+def pinned_zeros(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> jax.Array:
+    """Zeros in pinned host memory, every page touched."""
+    make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=memory.host_sharding(device))
+    return jax.block_until_ready(make())
+
+
+class RowStore:
+    """Keys and values of B requests, and the aliases through which the CPU scans the keys.
+
+    Attributes:
+        shape: sizes.
+        pinning_seconds: time that making it took, once.
+
+    Raises:
+        ValueError: it exceeds the budget, XLA's limit on pinned memory, or the free memory; a
+            capacity of which rows do not begin on aligned addresses.
+    """
+
+    def __init__(self, shape: RowShape, device: jax.Device, *, budget: int | None = None):
+        self.shape = shape
+        memory.check_host_budget("the host KV of a batch", shape.nbytes, budget, device)
+        if shape.heads * shape.capacity * shape.width % _ALIGNMENT:
+            raise ValueError(
+                f"{shape.heads} x {shape.capacity} rows of {shape.width} values are not a multiple "
+                f"of {_ALIGNMENT} bytes: choose another capacity"
+            )
+        started = time.perf_counter()
+        size = (shape.batch, shape.heads, shape.capacity, shape.width)
+        # One array at a time: on a GPU it passes through the device.
+        self._arrays = [
+            tuple(pinned_zeros(size, shape.dtype, device) for _ in range(2))
+            for _ in range(shape.layers)
+        ]
+        views = [tuple(host_view(array) for array in pair) for pair in self._arrays]
+        self._keys, self._values = ([pair[i] for pair in views] for i in range(2))
+        self._cpu = jax.devices("cpu")[0]
+        self._small: list[tuple[np.ndarray, np.ndarray]] = []
+        if shape.quantised:
+            self._small = [
+                (_aligned(size, np.int8), _aligned(size[:3], np.float32))
+                for _ in range(shape.layers)
+            ]
+        self.pinning_seconds = time.perf_counter() - started
+        self._aliases: dict[tuple[int, int], jax.Array] = {}
+        self._small_aliases: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
+
+    def keys(self, layer: int, row: int) -> Float[Array, "K S H"]:
+        """One request's keys as an array of the CPU back end that aliases the store."""
+        place = layer, row
+        if place not in self._aliases:
+            self._aliases[place] = self._alias(self._keys[layer][row])
+        return self._aliases[place]
+
+    def quantised_keys(
+        self, layer: int, row: int
+    ) -> tuple[Int8[Array, "K S H"], Float32[Array, "K S"]]:
+        """The int8 keys and their scales, likewise."""
+        place = layer, row
+        if place not in self._small_aliases:
+            keys, scales = self._small[layer]
+            self._small_aliases[place] = self._alias(keys[row]), self._alias(scales[row])
+        return self._small_aliases[place]
+
+    def key_view(self, layer: int, row: int) -> np.ndarray:
+        """One request's keys `[K, S, H]`, the store itself."""
+        return self._keys[layer][row]
+
+    def value_view(self, layer: int, row: int) -> np.ndarray:
+        """One request's values, likewise."""
+        return self._values[layer][row]
+
+    def write(
+        self,
+        layer: int,
+        row: int,
+        start: int,
+        kv: np.ndarray,
+        small: tuple[np.ndarray, np.ndarray] | None,
+    ) -> None:
+        """Writes rows of one request in one layer.
+
+        Args:
+            layer: which.
+            row: which request.
+            start: of the first.
+            kv: `[K, 2, T, H]`.
+            small: int8 keys `[K, T, H]` and scales `[K, T]`, where the store keeps them.
+        """
+        place = slice(start, start + kv.shape[2])
+        _bits(self._keys[layer][row])[:, place] = _bits(kv[:, 0])
+        _bits(self._values[layer][row])[:, place] = _bits(kv[:, 1])
+        if self._small:
+            assert small is not None
+            for whole, part in zip(self._small[layer], small, strict=True):
+                whole[row, :, place] = part
+
+    def gather(self, layer: int, row: int, ids: np.ndarray, out: np.ndarray) -> None:
+        """Copies chosen rows of one request into its slots.
+
+        Args:
+            layer: which.
+            row: which request.
+            ids: `[K, n]`.
+            out: `[K, Z, 2, P, H]`, n <= Z*P. The slot that is not full is filled up with zeros:
+                programs read it whole, and a weight of zero times NaN is NaN. Later slots stay.
+        """
+        slots, size = out.shape[1], out.shape[3]
+        whole, rest = divmod(ids.shape[1], size)
+        for of, rows in enumerate((self._keys[layer][row], self._values[layer][row])):
+            for head, chosen in enumerate(ids):
+                taken = np.take(_bits(rows[head]), chosen, axis=0, mode="clip")
+                target = _bits(out[head, :, of])
+                target[:whole] = taken[: whole * size].reshape(whole, size, taken.shape[1])
+                if whole < slots:
+                    target[whole, :rest] = taken[whole * size :]
+                    target[whole, rest:] = 0
+
+    def _alias(self, view: np.ndarray) -> jax.Array:
+        alias = jax.device_put(view, self._cpu)
+        if alias.unsafe_buffer_pointer() != view.ctypes.data:
+            raise RuntimeError("the CPU back end copied the host KV instead of reading it in place")
+        return alias
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The same values as unsigned integers, which numpy copies faster than its extension types."""
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(count + _ALIGNMENT, np.uint8)
+    offset = -raw.ctypes.data % _ALIGNMENT
+    return raw[offset : offset + count].view(dtype).reshape(shape)

@@ -1,0 +1,108 @@
+"""How a request joins: its prompt's KV, its first pools, its row."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from host_offload.retrieval import Span
+from sparda_jax.diffusion import prefill
+from sparda_jax.diffusion.plan import BlockPlan
+from sparda_jax.diffusion.state import BlockState, LayerKV
+from sparda_jax.engine.plan import pad_prompts
+from sparda_jax.herald import device_selection
+from sparda_jax.herald import layout as layouts
+from sparda_jax.herald.layout import Layout
+from sparda_jax.herald.requests import Request, block_fields
+from sparda_jax.herald.state import HeraldState, Pool
+
+if TYPE_CHECKING:
+    from sparda_jax.herald.engine import HeraldEngine
+
+
+@dataclasses.dataclass(frozen=True)
+class Admitted:
+    """A request as a batch of one.
+
+    Attributes:
+        state: its first block.
+        pools: rows chosen for it.
+        rows: keys and values of its prompt for the host, of the layers that have a pool.
+    """
+
+    state: HeraldState
+    pools: tuple[Pool | None, ...]
+    rows: tuple[jax.Array, ...]
+
+
+def admitted(
+    engine: HeraldEngine, layout: Layout, plan: BlockPlan, request: Request, span: Span
+) -> Admitted:
+    """Prefills a request; where a turn's rows are chosen a turn ahead, chooses the first ones.
+
+    Args:
+        engine: its programs.
+        layout: what lies where.
+        plan: sizes of the batch.
+        request: not begun.
+        span: what is scanned for its first block.
+    """
+    caches = _prefilled(engine, layout, plan, request)
+    block = engine.put(block_fields(request, engine.model.config))
+    init, previous = engine.run_plain(
+        device_selection.near_rows,
+        caches,
+        block.start,
+        leading=layout.init_rows,
+        width=layout.width,
+    )
+    every = range(layout.layers)
+    only = lambda arrays, layers: tuple(arrays[n] if n in layers else None for n in every)
+    state = HeraldState(
+        block, only(caches, layout.cached), only(init, layout.sparse), only(previous, layout.sparse)
+    )
+    rows = ()
+    if engine.config.policy.offload:
+        rows = engine.run_plain(layouts.prompt_rows, tuple(caches[n] for n in layout.sparse))
+    return Admitted(state, _first_pools(engine, layout, block, caches, span), rows)
+
+
+def _prefilled(
+    engine: HeraldEngine, layout: Layout, plan: BlockPlan, request: Request
+) -> tuple[LayerKV, ...]:
+    """Whole caches of a prompt."""
+    size = engine.model.config.hidden_size
+    caches, last = engine.run_plain(layouts.empty_caches, layout=layout, size=size)
+    aligned = engine.put(np.array([request.aligned], np.int32))
+    padded = -(-request.aligned // plan.chunk) * plan.chunk
+    if padded == 0:
+        return caches
+    tokens, _ = pad_prompts([request.prompt[: request.aligned]], padded)
+    for at in range(0, padded, plan.chunk):
+        part, start = engine.put((tokens[:, at : at + plan.chunk], np.int32(at)))
+        arguments = engine.rope, part, start, aligned, caches, last
+        caches, last = engine.run(prefill.prefill_chunk, *arguments, donate=(5, 6))
+    return caches
+
+
+def _first_pools(
+    engine: HeraldEngine,
+    layout: Layout,
+    block: BlockState,
+    caches: tuple[LayerKV, ...],
+    span: Span,
+) -> tuple[Pool | None, ...]:
+    if engine.config.policy.when != "ahead" or not layout.sparse:
+        return engine.run_plain(layouts.empty_pools, layout=layout, batch=1)
+    scanned = [np.array([value], np.int32) for value in (span.first, span.end, span.count)]
+    return engine.run(
+        device_selection.cold_start,
+        *(engine.rope, block, caches, engine.put(tuple(scanned))),
+        rule=engine.config.rule,
+        slots=layout.slots,
+        dense_layers=layout.sparse.start,
+        every_query=engine.config.queries_used == "all",
+    )

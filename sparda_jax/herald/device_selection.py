@@ -1,0 +1,118 @@
+"""Rows chosen on the device, where the whole KV still lies: MAGE, and the first block of HERALD."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from host_offload.cpu_selection import SelectionRule, row_scores
+from sparda_jax.diffusion.state import BlockState, LayerKV
+from sparda_jax.herald.forward import attend_layer, begin, new_turn, project
+from sparda_jax.herald.state import Pool
+from sparda_jax.models.decoder import Decoder
+from sparda_jax.models.rope import RopeTable
+from sparda_jax.typing import Array, Float, Int
+
+
+def select_on_device(
+    cache: LayerKV,
+    queries: Float[Array, "B K Q H"],
+    first: Int[Array, " B"],
+    end: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    rule: SelectionRule,
+    slots: int,
+) -> Pool:
+    """The rows that the CPU would choose, chosen and gathered where the cache lies.
+
+    Args:
+        cache: whole.
+        queries: of each KV head.
+        first: scanned from here.
+        end: up to here.
+        count: rows to choose, a multiple of the rule's run.
+        rule: how.
+        slots: Z.
+    """
+    batch, heads, blocks, _, size, width = cache.shape
+    length, run = blocks * size, rule.run
+    rows = jnp.moveaxis(cache, 3, 2).reshape(batch, heads, 2, length, width)
+    scores = row_scores(
+        rows[:, :, 0], queries, first, end, scale=width**-0.5, aggregate=rule.aggregate
+    )
+    units = scores.reshape(batch, heads, length // run, run).sum(-1)
+    best, ids = lax.top_k(units, min(slots * size, length) // run)
+    if rule.coverage is not None:
+        held = jnp.cumsum(jnp.where(best > 0, best, 0.0), axis=-1)
+        whole = jnp.where(units > 0, units, 0.0).sum(-1, keepdims=True)
+        needed = (held < rule.coverage * whole).sum(-1).max(-1) + 1
+        count = jnp.minimum(needed.astype(jnp.int32) * run, count)
+    taken = jnp.arange(best.shape[-1]) < (count // run)[:, None, None]
+    ids = jnp.sort(jnp.where(taken, ids, length))
+    ids = (ids[..., None] * run + jnp.arange(run)).reshape(batch, heads, -1)
+    index = jnp.minimum(ids, length - 1)[:, :, None, :, None]
+    chosen = jnp.take_along_axis(rows, index, axis=3)
+    chosen = jnp.where((ids < length)[:, :, None, :, None], chosen, 0)
+    missing = slots * size - chosen.shape[3]
+    chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
+    chosen = chosen.reshape(batch, heads, 2, slots, size, width)
+    return Pool(jnp.moveaxis(chosen, 2, 3), count)
+
+
+def cold_start(
+    model: Decoder,
+    rope: RopeTable,
+    block: BlockState,
+    caches: tuple[LayerKV, ...],
+    scanned: tuple[Array, Array, Array],
+    *,
+    rule: SelectionRule,
+    slots: int,
+    dense_layers: int,
+    every_query: bool,
+) -> tuple[Pool | None, ...]:
+    """Pools of a first block, chosen by its own queries while the prompt's KV is on the device.
+
+    Args:
+        model: parameters.
+        rope: table that covers every position.
+        block: first block of each row.
+        caches: of all layers.
+        scanned: (first, end, count) of each row.
+        rule: how rows are chosen.
+        slots: Z.
+        dense_layers: leading layers that need no pool.
+        every_query: choose by all queries of the block, not by the centre.
+    """
+    width = block.tokens.shape[1]
+    turn = new_turn(*block.tokens.shape)
+    x, tables, _, centre = begin(model, rope, block, turn, lookahead=False)
+    pools: list[Pool | None] = []
+    for number, layer in enumerate(model.layers):
+        qkv, queries = project(layer, x, tables, None if every_query else centre, width=width)
+        cache = caches[number]
+        chosen = None
+        if number >= dense_layers:
+            chosen = select_on_device(cache, queries, *scanned, rule=rule, slots=slots)
+        pools.append(chosen)
+        kept = (cache, None, None)
+        none = jnp.zeros(block.start.shape, bool)
+        x, _ = attend_layer(layer, x, qkv, kept, None, block.start, none, width=width, causal=False)
+    return tuple(pools)
+
+
+def near_rows(
+    caches: tuple[LayerKV, ...], aligned: Int[Array, " B"], *, leading: int, width: int
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The init rows and the block before `aligned` of every layer, from whole caches."""
+    init, previous = [], []
+    for cache in caches:
+        batch, heads, blocks, _, size, head_dim = cache.shape
+        rows = jnp.moveaxis(cache, 3, 2).reshape(batch, heads, 2, blocks * size, head_dim)
+        missing = max(leading - blocks * size, 0)
+        first = jnp.pad(rows[:, :, :, :leading], ((0, 0),) * 3 + ((0, missing), (0, 0)))
+        place = jnp.maximum(aligned - width, 0)[:, None] + jnp.arange(width)
+        init.append(first)
+        previous.append(jnp.take_along_axis(rows, place[:, None, None, :, None], axis=3))
+    return tuple(init), tuple(previous)

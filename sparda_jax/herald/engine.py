@@ -1,0 +1,173 @@
+"""The engine: what is compiled and checked once, and the batches that it runs."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from host_offload import memory
+from sparda_jax.config import SamplingParams
+from sparda_jax.diffusion.config import DenoiseParams, diffusion_of
+from sparda_jax.diffusion.generate import Block
+from sparda_jax.diffusion.plan import BlockEngineConfig, BlockPlan, plan_blocks
+from sparda_jax.engine.modules import Parameters
+from sparda_jax.engine.programs import Programs
+from sparda_jax.engine.report import RequestResult
+from sparda_jax.herald.config import HeraldConfig
+from sparda_jax.herald.report import HeraldReport
+from sparda_jax.herald.requests import Request
+from sparda_jax.herald.session import HeraldSession
+from sparda_jax.models.decoder import Decoder
+from sparda_jax.models.rope import rope_table
+
+
+class HeraldEngine:
+    """Runs requests of a block-diffusion model against pools of chosen rows.
+
+    Example:
+        >>> engine = HeraldEngine(model, config=HeraldConfig(mode="herald"))
+        >>> results, report = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=64))
+
+    Attributes:
+        model: parameters.
+        config: how batches are run.
+        device: where the model runs.
+        errors: of the last `generate`: by request, what went wrong.
+
+    Raises:
+        ValueError: a model without block diffusion, or settings that do not fit it.
+        NotImplementedError: a family or a block size that is not supported.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        config: HeraldConfig | None = None,
+        device: jax.Device | None = None,
+    ):
+        self.model, self.config = model, config or HeraldConfig()
+        self.config.check(model.config)
+        self.device = device or jax.devices()[0]
+        self.parameters = Parameters.of(model)
+        self.layers = tuple(Parameters.of(layer) for layer in model.layers)
+        # Layers of one structure share programs; a dense layer among experts has its own.
+        self._programs: list[tuple[Any, Programs]] = []
+        for layer in self.layers:
+            if all(layer.structure != known for known, _ in self._programs):
+                made = Programs(self.parameters, (layer,))
+                self._programs.append((layer.structure, made))
+        self.rope = self._rope()
+        self.errors: dict[int, str] = {}
+
+    def _rope(self) -> Any:
+        model = self.model.config
+        length = self.config.max_length or model.max_position_embeddings
+        return self.put(jax.jit(rope_table, static_argnums=(0, 1))(model.rope, length))
+
+    def with_config(self, config: HeraldConfig) -> HeraldEngine:
+        """An engine with other settings that shares this one's compiled programs."""
+        config.check(self.model.config)
+        other = copy.copy(self)
+        other.config, other.errors = config, {}
+        if config.max_length != self.config.max_length:
+            other.rope = other._rope()
+        return other
+
+    @property
+    def width(self) -> int:
+        """W of the model."""
+        return diffusion_of(self.model.config)[0].block_size
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time spent compiling so far."""
+        return sum(programs.compile_seconds for _, programs in self._programs)
+
+    def put(self, tree: Any) -> Any:
+        """Copies a pytree of arrays to the device, explicitly."""
+        return jax.device_put(tree, memory.device_sharding(self.device))
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, donate: Sequence[int] = (), **static: Any
+    ) -> Any:
+        """`function(model, *args, **static)` as a compiled program; donated: positions, model 0."""
+        program = self._programs[0][1].on_model(function, donate=donate, **static)
+        return program(self.parameters.arrays, *args)
+
+    def run_layer(
+        self,
+        function: Callable[..., Any],
+        number: int,
+        *args: Any,
+        donate: Sequence[int] = (),
+        **static: Any,
+    ) -> Any:
+        """`function(layer, *args, **static)` likewise."""
+        layer = self.layers[number]
+        programs = next(made for known, made in self._programs if known == layer.structure)
+        return programs.on_layer(function, donate=donate, **static)(layer.arrays, *args)
+
+    def run_plain(
+        self, function: Callable[..., Any], *args: Any, donate: Sequence[int] = (), **static: Any
+    ) -> Any:
+        """`function(*args, **static)` likewise."""
+        return self._programs[0][1].plain(function, donate=donate, **static)(*args)
+
+    def plan(
+        self, prompts: Sequence[Sequence[int]], requests: Sequence[SamplingParams]
+    ) -> BlockPlan:
+        """Checks requests against the model's limits and works out the sizes of a batch."""
+        config = self.config
+        settings = BlockEngineConfig(
+            kv_block=config.kv_block,
+            prefill_chunk=config.prefill_chunk,
+            max_length=config.max_length,
+        )
+        return plan_blocks(self.model.config, settings, prompts, requests, self.model.dtype)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        denoise: DenoiseParams | Sequence[DenoiseParams] | None = None,
+        *,
+        on_block: Callable[[Block], None] | None = None,
+    ) -> tuple[list[RequestResult], HeraldReport]:
+        """Runs requests to their ends; those that do not fit at once join as others leave.
+
+        Args:
+            prompts: token ids of each request; lengths may differ.
+            sampling: settings for all, or one for each.
+            denoise: likewise; None: what the family's authors publish.
+            on_block: called as blocks are finished; its `row` is the request's number.
+
+        Raises:
+            ValueError: naming the value and the limit that it breaks.
+        """
+        samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        if denoise is None:
+            denoise = DenoiseParams.of_family(self.model.config)
+        rules = [denoise] * len(prompts) if isinstance(denoise, DenoiseParams) else denoise
+        plan = self.plan(prompts, samplings)
+        requests = [
+            Request(number, prompt, request, rule, self.width)
+            for number, (prompt, request, rule) in enumerate(
+                zip(prompts, samplings, rules, strict=True)
+            )
+        ]
+        waiting = deque(requests)
+        batch = min(self.config.batch or len(prompts), len(prompts))
+        with HeraldSession(self, batch, plan) as session:
+            while waiting or session.busy:
+                while waiting and session.free:
+                    session.admit(waiting.popleft())
+                for block in session.turn():
+                    if on_block is not None:
+                        on_block(block)
+        self.errors = {r.number: r.error for r in requests if r.error is not None}
+        return [request.result() for request in requests], session.report

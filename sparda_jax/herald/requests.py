@@ -1,0 +1,123 @@
+"""The host's record of a request: where it stands, what it has said, how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sparda_jax.config import ModelConfig, SamplingParams
+from sparda_jax.diffusion.config import DenoiseParams, RuleState, diffusion_of, rule_fields
+from sparda_jax.diffusion.state import BlockState
+from sparda_jax.engine.report import FinishReason, RequestResult
+from sparda_jax.engine.state import SamplingState, sampling_fields
+
+# Stop tokens a request can have, so that one shape serves all.
+STOP_TOKENS = 8
+
+
+@dataclasses.dataclass
+class Request:
+    """One request, from its prompt to its end.
+
+    Attributes:
+        number: as the caller knows it.
+        prompt: token ids.
+        sampling: settings.
+        rule: denoising settings.
+        width: W.
+        start: position of its block at work.
+        tokens: what it has said.
+        reason: how it ended; None while it runs.
+        error: what went wrong, where something did.
+    """
+
+    number: int
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    rule: DenoiseParams
+    width: int
+    start: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    reason: FinishReason | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.start = self.aligned
+        stops = len(self.sampling.stop_token_ids)
+        if stops > STOP_TOKENS:
+            raise ValueError(f"{stops} stop tokens exceed the limit of {STOP_TOKENS}")
+
+    @property
+    def aligned(self) -> int:
+        """Prompt tokens in whole blocks."""
+        return len(self.prompt) // self.width * self.width
+
+    @property
+    def limit(self) -> int:
+        """Prompt length plus tokens asked for."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a block may follow the one at work."""
+        return self.reason is None and self.start + self.width < self.limit
+
+    def gain(self, block: np.ndarray) -> list[int]:
+        """Takes a finished block; what of it is new, cut at the stop token and the limit.
+
+        Args:
+            block: its W tokens.
+        """
+        new = block[len(self.prompt) + len(self.tokens) - self.start :].tolist()
+        new = new[: self.sampling.max_new_tokens - len(self.tokens)]
+        stops = self.sampling.stop_token_ids
+        stop = next((i for i, token in enumerate(new) if token in stops), None)
+        if stop is not None:
+            new = new[: stop + 1]
+        self.tokens += new
+        if stop is not None:
+            self.reason = "stop"
+        elif len(self.tokens) == self.sampling.max_new_tokens:
+            self.reason = "length"
+        return new
+
+    def fail(self, error: str) -> None:
+        """Ends the request, unless it has ended."""
+        if self.reason is None:
+            self.reason, self.error = "failed", error
+
+    def result(self) -> RequestResult:
+        """As it stands; unfinished ones count as interrupted."""
+        return RequestResult(len(self.prompt), self.tokens, self.reason or "interrupted")
+
+
+def block_fields(request: Request, config: ModelConfig) -> BlockState:
+    """A request's first block as a batch of one, on the host: the prompt's tail, then masks."""
+    width = diffusion_of(config)[0].block_size
+    tail = np.asarray(request.prompt[request.aligned :], np.int32)
+    tokens: Any
+    masked: Any
+    tokens, masked = np.zeros((1, width), np.int32), np.ones((1, width), bool)
+    tokens[0, : len(tail)], masked[0, : len(tail)] = tail, False
+    fields: Any = sampling_fields([request.sampling])
+    rule: Any = rule_fields([request.rule], width)
+    missing = STOP_TOKENS - fields["stop_ids"].shape[1]
+    fields["stop_ids"] = np.pad(fields["stop_ids"], ((0, 0), (0, missing)), constant_values=-1)
+    one: Any = lambda value: np.array([value])
+    return BlockState(
+        start=one(np.int32(request.aligned)),
+        tokens=tokens,
+        masked=masked,
+        step=one(np.int32(0)),
+        last_sub=one(np.int32(-1)),
+        active=one(True),
+        failed=one(False),
+        prompt_length=one(np.int32(len(request.prompt))),
+        limit=one(np.int32(request.limit)),
+        sampling=SamplingState(**fields),
+        rule=RuleState(**rule),
+        layers=(),
+    )
