@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from host_offload import memory
 from host_offload.double_buffer import DoubleBuffer
-from host_offload.host_pool import HostPool
+from host_offload.host_pool import HostPool, PoolLayer
+from host_offload.quantise import dequantise
 from pallas_kernels import block_fetch
 
 
@@ -45,10 +46,10 @@ class ProgramFetcher:
     """Fetches inside a compiled program; the pool arrays are arguments of that program.
 
     Args:
-      pool_layers: L host arrays.
+      pool_layers: L host pools; None for a layer that nothing is fetched for.
     """
 
-    def __init__(self, pool_layers: tuple[Float[Array, "B K M 2 P H"], ...]):
+    def __init__(self, pool_layers: tuple[PoolLayer | None, ...]):
         self._pool = pool_layers
 
     def fetch(
@@ -60,14 +61,23 @@ class ProgramFetcher:
         count: Int[Array, ""],
     ) -> Float[Array, "B K Z 2 P H"]:
         """See `Fetcher.fetch`."""
+        pool = self._pool[layer]
+        assert pool is not None
         runs = block_fetch.fetch_blocks(
-            _as_runs(self._pool[layer]), _as_runs(slots), source, target, count
+            _as_runs(pool.values),
+            _as_runs(slots),
+            source,
+            target,
+            count,
+            pool_scales=None if pool.scales is None else pool.scales.reshape(-1, 2),
         )
         return runs.reshape(slots.shape)
 
 
-def _insert(slots: Array, rows: Array, target: Array) -> Array:
+def _insert(slots: Array, rows: Array, source: Array, target: Array, scales: Array | None) -> Array:
     """Puts ``rows[i]`` into slot run ``target[i]``; a target past the end is dropped."""
+    if scales is not None:
+        rows = dequantise(rows, scales.reshape(-1, 2)[source], slots.dtype)
     return _as_runs(slots).at[target].set(rows, mode="drop").reshape(slots.shape)
 
 
@@ -96,7 +106,8 @@ class EagerFetcher:
         sources, targets, misses = jax.device_get((source, target, count))
         if misses == 0:
             return slots
-        runs = self._pool.view(layer)
+        runs, stored = self._pool.view(layer), self._pool.layers[layer]
+        scales = None if stored is None else stored.scales
         runs = runs.reshape(-1, *runs.shape[3:])
         if self._staging is None:
             self._staging = DoubleBuffer(
@@ -107,9 +118,11 @@ class EagerFetcher:
         for start in range(0, int(misses), step):
             stop = min(start + step, int(misses))
             rows = self._staging.send(runs, sources[start:stop])
-            slot_runs = np.full(step, out_of_range, np.int32)
-            slot_runs[: stop - start] = targets[start:stop]
-            slots = self._insert(slots, rows, jax.device_put(slot_runs, self._sharding))
+            lists = np.stack([np.zeros(step, np.int32), np.full(step, out_of_range, np.int32)])
+            lists[0, : stop - start] = sources[start:stop]
+            lists[1, : stop - start] = targets[start:stop]
+            origin, slot_runs = jax.device_put((lists[0], lists[1]), self._sharding)
+            slots = self._insert(slots, rows, origin, slot_runs, scales)
         return slots
 
 

@@ -1,13 +1,16 @@
 """The pool of KV blocks in pinned host memory, one array a layer."""
 
 import ctypes
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from host_offload import memory
+from host_offload.quantise import dequantise, quantise
 from pallas_kernels import block_fetch
 
 
@@ -20,73 +23,130 @@ def tail_block_runs(
     return jnp.where(block < 0, -1, rows * num_blocks + block)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PoolLayer:
+    """One layer's blocks. A (block, KV head) is one contiguous run of keys and values.
+
+    Attributes:
+      values: in ``pinned_host`` memory.
+      scales: of the keys and the values of every run, on the device; None: not quantised.
+    """
+
+    values: Num[Array, "B K M 2 P H"]
+    scales: Float32[Array, "B K M 2"] | None = None
+
+
+def _stored(
+    kv: Float[Array, "*runs 2 P H"], pool: PoolLayer
+) -> tuple[Num[Array, "*runs 2 P H"], Float32[Array, "*runs 2"] | None]:
+    """Blocks as the pool keeps them."""
+    return (kv, None) if pool.scales is None else quantise(kv, pool.values.dtype)
+
+
 def _write_back(
-    pool: Float[Array, "B K M 2 P H"],
-    tail: Float[Array, "B K 2 2 P H"],
-    targets: Int[Array, " B"],
-) -> Float[Array, "B K M 2 P H"]:
-    batch, heads, blocks = pool.shape[:3]
+    pool: PoolLayer, tail: Float[Array, "B K 2 2 P H"], targets: Int[Array, " B"]
+) -> PoolLayer:
+    batch, heads, blocks = pool.values.shape[:3]
     ring = (targets % 2)[:, None, None, None, None, None]
     filled = jnp.take_along_axis(tail, ring, axis=2)[:, :, 0]
+    filled, new_scales = _stored(filled.reshape(batch * heads, *filled.shape[2:]), pool)
+    runs = tail_block_runs(targets, heads, blocks)
     flat = block_fetch.write_blocks(
-        pool.reshape(batch * heads * blocks, *pool.shape[3:]),
-        filled.reshape(batch * heads, *filled.shape[2:]),
-        tail_block_runs(targets, heads, blocks),
+        pool.values.reshape(batch * heads * blocks, *pool.values.shape[3:]), filled, runs
     )
-    return flat.reshape(pool.shape)
+    scales = pool.scales
+    if scales is not None:
+        # An index past the end is dropped.
+        kept = jnp.where(runs < 0, batch * heads * blocks, runs)
+        scales = scales.reshape(-1, 2).at[kept].set(new_scales, mode="drop").reshape(scales.shape)
+    return PoolLayer(flat.reshape(pool.values.shape), scales)
 
 
 def _write_row(
-    pool: Float[Array, "B K M 2 P H"],
+    pool: PoolLayer,
     kv: Float[Array, "1 K Q 2 P H"],
     row: Int[Array, ""],
     block: Int[Array, ""],
-) -> Float[Array, "B K M 2 P H"]:
-    kv = jax.device_put(kv, jax.memory.Space.Host)
-    return jax.lax.dynamic_update_slice(pool, kv, (row, 0, block, 0, 0, 0))
+) -> PoolLayer:
+    values, scales = _stored(kv, pool)
+    values = jax.device_put(values, jax.memory.Space.Host)
+    values = jax.lax.dynamic_update_slice(pool.values, values, (row, 0, block, 0, 0, 0))
+    if pool.scales is not None and scales is not None:
+        scales = jax.lax.dynamic_update_slice(pool.scales, scales, (row, 0, block, 0))
+    return PoolLayer(values, scales)
 
 
 def _read_row(
-    pool: Float[Array, "B K M 2 P H"], row: Int[Array, ""], blocks: int
+    pool: PoolLayer, row: Int[Array, ""], blocks: int, dtype: str
 ) -> Float[Array, "1 K Q 2 P H"]:
+    shape = pool.values.shape
     part = jax.lax.dynamic_slice(
-        pool, (row, 0, 0, 0, 0, 0), (1, pool.shape[1], blocks, *pool.shape[3:])
+        pool.values, (row, 0, 0, 0, 0, 0), (1, shape[1], blocks, *shape[3:])
     )
-    return jax.device_put(part, jax.memory.Space.Device)
+    part = jax.device_put(part, jax.memory.Space.Device)
+    if pool.scales is None:
+        return part
+    scales = jax.lax.dynamic_slice(pool.scales, (row, 0, 0, 0), (1, shape[1], blocks, 2))
+    return dequantise(part, scales, dtype)
 
 
 class HostPool:
-    """All KV blocks of a batch in pinned host memory.
+    """All KV blocks of a batch in pinned host memory, but those of layers that stay on the device.
+
+    Args:
+      num_layers: L.
+      device: whose pool it is.
+      resident: the first so many layers are not in the pool.
+      dtype: int8 or float8_e4m3fn to keep the blocks quantised; None: as they come.
 
     Attributes:
-      layers: L arrays ``[B, K, M, 2, P, H]`` in ``pinned_host`` memory. A (block, KV head) is one
-        contiguous run of keys and values. Programs read them in place; `write_back` donates and
-        replaces them, so take them from here again for every call.
+      layers: L pools, None for a resident layer. Programs read them in place; `write_back` donates
+        and replaces them, so take them from here again for every call.
     """
 
-    def __init__(self, num_layers: int, device: jax.Device):
-        self._sharding = memory.host_sharding(device)
-        self._layers: list[jax.Array | None] = [None] * num_layers
-        self._write_back = jax.jit(_write_back, donate_argnums=0, out_shardings=self._sharding)
-        self._write_row = jax.jit(_write_row, donate_argnums=0, out_shardings=self._sharding)
+    def __init__(
+        self, num_layers: int, device: jax.Device, *, resident: int = 0, dtype: str | None = None
+    ):
+        self._resident, self._dtype = resident, dtype
+        self._layers: list[PoolLayer | None] = [None] * num_layers
+        self._host = memory.host_sharding(device)
         place = memory.device_sharding(device)
-        self._read_row = jax.jit(_read_row, static_argnums=2, out_shardings=place)
+        self._compute_dtype = ""
+        places: Any = PoolLayer(self._host, None if dtype is None else place)  # type: ignore[arg-type]
+        put: dict[str, Any] = {"donate_argnums": 0, "out_shardings": places}
+        self._write_back = jax.jit(_write_back, **put)
+        self._write_row = jax.jit(_write_row, **put)
+        self._read_row = jax.jit(_read_row, static_argnums=(2, 3), out_shardings=place)
+        self._quantise = jax.jit(quantise, static_argnums=1)
 
     @property
-    def layers(self) -> tuple[jax.Array, ...]:
-        """The pool arrays; every layer must have been stored.
+    def layers(self) -> tuple[PoolLayer | None, ...]:
+        """The pools; every layer that is not resident must have been stored.
 
         Raises:
           RuntimeError: if a layer was never stored.
         """
-        if any(layer is None for layer in self._layers):
-            raise RuntimeError(f"host pool: layer {self._layers.index(None)} was never stored")
-        return tuple(self._layers)  # type: ignore[arg-type]
+        for index, layer in enumerate(self._layers[self._resident :], self._resident):
+            if layer is None:
+                raise RuntimeError(f"host pool: layer {index} was never stored")
+        return tuple(self._layers)
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory in use."""
-        return memory.tree_bytes([layer for layer in self._layers if layer is not None])
+        return memory.tree_bytes([layer.values for layer in self._layers if layer is not None])
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales, which are on the device."""
+        return memory.tree_bytes([layer.scales for layer in self._layers if layer is not None])
+
+    def _layer(self, index: int) -> PoolLayer:
+        layer = self.layers[index]
+        if layer is None:
+            raise ValueError(f"host pool: layer {index} stays on the device")
+        return layer
 
     def store_layer(self, index: int, kv: Float[Array, "B K M 2 P H"]) -> None:
         """Starts the copy of one layer's blocks to the host; returns before it is done.
@@ -94,7 +154,10 @@ class HostPool:
         On a GPU the copy engine works behind the compute that was dispatched after it, so a
         prefill that goes layer by layer hides it.
         """
-        self._layers[index] = jax.device_put(kv, self._sharding)
+        scales, self._compute_dtype = None, kv.dtype.name
+        if self._dtype is not None:
+            kv, scales = self._quantise(kv, self._dtype)
+        self._layers[index] = PoolLayer(jax.device_put(kv, self._host), scales)
 
     def write_row(
         self,
@@ -111,7 +174,7 @@ class HostPool:
           row: sequence.
           block: first block; `block + Q <= M`, or the blocks land before it.
         """
-        self._layers[index] = self._write_row(self.layers[index], kv, row, block)
+        self._layers[index] = self._write_row(self._layer(index), kv, row, block)
 
     def read_row(self, index: int, row: Int[Array, ""], blocks: int) -> Float[Array, "1 K Q 2 P H"]:
         """The first blocks of one sequence of one layer, copied to the device.
@@ -121,28 +184,29 @@ class HostPool:
           row: sequence.
           blocks: Q, how many; a program is compiled for each number.
         """
-        return self._read_row(self.layers[index], row, blocks)
+        return self._read_row(self._layer(index), row, blocks, self._compute_dtype)
 
     def write_back(
         self, tails: tuple[Float[Array, "B K 2 2 P H"], ...], targets: Int[Array, " B"]
     ) -> None:
-        """Writes the filled tail block of some sequences to the host, in every layer.
+        """Writes the filled tail block of some sequences to the host, in every layer kept there.
 
         Args:
           tails: L tail rings; block j lies in ring row j % 2.
           targets: block id to write for each sequence, -1 for none.
         """
         for index, (pool, tail) in enumerate(zip(self.layers, tails, strict=True)):
-            self._layers[index] = self._write_back(pool, tail, targets)
+            if pool is not None:
+                self._layers[index] = self._write_back(pool, tail, targets)
 
     def view(self, index: int) -> np.ndarray:
-        """A numpy view of one layer's blocks, without a copy.
+        """A numpy view of one layer's blocks as they are stored, without a copy.
 
         Made from the buffer's address: `numpy.asarray` would leave a reference inside the JAX
         array that blocks donation for as long as the array lives. The view is valid until the next
         `store_layer` or `write_back` of this layer; the caller keeps it no longer than that.
         """
-        array = jax.block_until_ready(self.layers[index])
+        array = jax.block_until_ready(self._layer(index).values)
         count = array.size * array.dtype.itemsize
         raw = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
         return np.frombuffer(raw, dtype=array.dtype).reshape(array.shape)

@@ -8,7 +8,7 @@ copy runs: in the graph that something would wait for it.
 """
 
 # For ``.lower().compile(compiler_options=...)``, which only a top-level program takes.
-CONCURRENT_OPTIONS = {
+CONCURRENT_OPTIONS: dict[str, str | int] = {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_graph_min_graph_size": 1,
 }

@@ -145,6 +145,7 @@ def decode_shape(arguments: argparse.Namespace) -> Iterator[kernel_benchmarks.Ro
         workloads,
         arguments.modes,
         prefix=f"decode/{arguments.model}",
+        device_kv_bytes=int(arguments.device_kv_gb * 2**30),
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
 
@@ -259,7 +260,10 @@ def main() -> None:
         "--modes",
         nargs="+",
         default=["sparse_offload", "sparda_no_prefetch", "sparda"],
-        help="preset: of dense_resident, sparse_resident, infinigen and the default's",
+        help="preset: names in sparda_jax.evaluation.offload_benchmark.MODES",
+    )
+    command.add_argument(
+        "--device-kv-gb", type=float, default=8.0, help="preset: GiB of KV in sparda_placed"
     )
     command.set_defaults(run=decode)
     command = commands.add_parser(

@@ -26,8 +26,9 @@ __all__ = [
 ]
 
 Mode = Literal["dense", "sparse", "sparda", "infinigen"]
-Offload = Literal["none", "host"]
+Offload = Literal["none", "host", "auto"]
 Fetch = Literal["program", "eager"]
+HostKV = Literal["model", "int8", "float8_e4m3fn"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,11 @@ class EngineConfig:
         mode: "dense" attends everything; "sparse" the blocks that each layer's own queries select;
             "sparda" the blocks that the Forecast of the layer before selects; "infinigen" as
             "sparse" in the prompt, then the blocks that the layer before guesses.
-        offload: "host" keeps the KV pool in host memory, "none" on the device.
+        offload: "host" keeps the KV pool in host memory, "none" on the device; "auto" on the
+            device in as many layers as `device_kv_bytes` allows, first ones first, and the other
+            layers' in host memory (`sparda_jax.engine.placement`).
+        host_kv_dtype: "model" keeps host KV as it is; "int8" and "float8_e4m3fn" in 8 bits, with
+            one scale a block and KV head for the keys and one for the values.
         fetch: "program" copies missed blocks inside the compiled step, "eager" between steps.
         prefetch: copy blocks that were chosen a layer ahead behind the layer before ("sparda",
             "infinigen", offloaded, fetch "program", on a GPU; elsewhere there is nothing to do).
@@ -154,6 +159,7 @@ class EngineConfig:
 
     mode: Mode = "sparse"
     offload: Offload = "none"
+    host_kv_dtype: HostKV = "model"
     fetch: Fetch = "program"
     prefetch: bool = True
     spare_slots: int = 0
@@ -168,6 +174,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, Mode)
         require_choice("offload", self.offload, Offload)
+        require_choice("host_kv_dtype", self.host_kv_dtype, HostKV)
         require_choice("fetch", self.fetch, Fetch)
         require_at_least("spare_slots", self.spare_slots, 0)
         require_at_least("prefill_chunk", self.prefill_chunk, 1)
@@ -178,3 +185,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 require_at_least(name, value, 1)
+        require(
+            self.offload != "auto" or self.device_kv_bytes is not None,
+            "offload 'auto' needs device_kv_bytes: what KV may take on the device",
+        )

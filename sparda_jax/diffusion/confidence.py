@@ -3,7 +3,7 @@
 The vocabulary is worked through in pieces; of each row stay the largest logit, the sum of
 exponentials, the sum that gives the entropy, and the token that is drawn. A row's token is the
 largest logit (greedy) or the largest of `logit / temperature + Gumbel noise`, which draws from the
-softmax; where top-k or top-p filter, from the rows of one request at a time.
+softmax; where top-k, top-p or min-p filter, from the rows of one request at a time.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def confidence(
         lambda: _scan(model, rows, mask_token_id, (sampling.temperature, keys), tile),
         lambda: _scan(model, rows, mask_token_id, None, tile),
     )
-    filters = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
+    narrowed = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    filters = (sampling.temperature > 0) & narrowed
     token, logit = lax.cond(
         jnp.any(filters),
         lambda: _draw_filtered(model, rows, mask_token_id, sampling, keys),
@@ -191,18 +192,19 @@ def _perturbed(logits: Array, temperature: Array, keys: Array, piece: Array) -> 
 def _draw_filtered(
     model: Decoder, rows: Array, mask_token_id: int, sampling: SamplingState, keys: Array
 ) -> tuple[Array, Array]:
-    """Temperature, top-k, top-p, one request after the other; the token and its plain logit."""
+    """Temperature and filters, one request after the other; the token and its plain logit."""
     size = model.config.vocab_size
 
     def one_request(xs: tuple) -> tuple[Array, Array]:
-        rows, temperature, top_k, top_p, keys = xs
+        rows, temperature, top_k, top_p, min_p, keys = xs
         logits = piece_of_logits(model, rows[None], jnp.zeros((), jnp.int32), size)[0]
         open_ = jnp.where(jnp.arange(size) == mask_token_id, -jnp.inf, logits)
         scaled = open_ / jnp.where(temperature > 0, temperature, 1.0)
-        kept = jax.vmap(filtered, (0, None, None))(scaled, top_k, top_p)
+        kept = jax.vmap(filtered, (0, None, None, None))(scaled, top_k, top_p, min_p)
         token = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
         return token, jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
 
-    xs = (rows, sampling.temperature, sampling.top_k, sampling.top_p, keys)
+    settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    xs = (rows, *settings, keys)
     token, logit = lax.map(one_request, xs)
     return token, logit

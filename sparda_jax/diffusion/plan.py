@@ -86,7 +86,12 @@ def plan_blocks(
     Raises:
         ValueError: no prompt, an empty prompt, a token outside the vocabulary, or a length beyond
             the model's or the engine's limit.
+        NotImplementedError: log-probabilities are asked for.
     """
+    if any(request.logprobs is not None for request in requests):
+        raise NotImplementedError(
+            "logprobs: a token of a block has one per denoising step; block decoding reports none"
+        )
     if not prompts:
         raise ValueError("no prompt: the batch is empty")
     limit = settings.max_length or config.max_position_embeddings

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from host_offload.fetch import Fetcher, ProgramFetcher
+from host_offload.host_pool import PoolLayer
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine import cache as caches
 from sparda_jax.engine.choosers import Chooser, own_choosers
@@ -125,14 +126,15 @@ def decode_step(
             sum((getattr(plan, name) for plan in plans), counts[0])
             for name in ("free", "hits", "fetched")
         ]
-    state, *drawn = end_step(model, x, state, top_logprobs)
-    return dataclasses.replace(state, layers=layers), StepOutput(*drawn, *counts)
+    state, tokens, emitted, logprobs = end_step(model, x, state, top_logprobs)
+    output = StepOutput(tokens, emitted, logprobs, *counts)
+    return dataclasses.replace(state, layers=layers), output
 
 
 def decode_steps(
     model: Decoder,
     rope: RopeTable,
-    pool: tuple[Float[Array, "B K M 2 P H"], ...] | None,
+    pool: tuple[PoolLayer | None, ...] | None,
     state: DecodeState,
     choosers: tuple[Chooser, ...] | None = None,
     *,
@@ -151,7 +153,7 @@ def decode_steps(
     Args:
       model: parameters.
       rope: table that covers every position.
-      pool: L host arrays; None when the KV is resident.
+      pool: L host pools, None for a layer whose KV is resident; None when all are.
       state: the batch; donate it.
       choosers: who chooses the blocks of each layer (`forecast_choosers`); None: its own queries.
       steps: n, static.

@@ -95,9 +95,9 @@ def _end(
     *,
     top_logprobs: int,
 ) -> tuple[DecodeState, StepOutput]:
-    state, *drawn = decode.end_step(model, x, state, top_logprobs)
+    state, tokens, emitted, logprobs = decode.end_step(model, x, state, top_logprobs)
     totals = (jnp.sum(jnp.stack(parts)) for parts in (free, hits, fetched))
-    output = StepOutput(*drawn, *totals)
+    output = StepOutput(tokens, emitted, logprobs, *totals)
     return state, jax.tree.map(lambda leaf: leaf[None], output)
 
 

@@ -23,6 +23,7 @@ from sparda_jax.engine.choosers import (
 )
 from sparda_jax.engine.eager import eager_step
 from sparda_jax.engine.modules import Parameters
+from sparda_jax.engine.placement import Estimate, estimate
 from sparda_jax.engine.plan import BatchPlan, check_memory, check_settings, plan_batch
 from sparda_jax.engine.programs import Program, Programs
 from sparda_jax.engine.prompts import Progress, PromptRun
@@ -127,6 +128,40 @@ class Engine:
             top_logprobs=self.config.top_logprobs,
         )
 
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of one (block, KV head) as it crosses between host and device."""
+        exact = self.config.host_kv_dtype == "model"
+        size = self.model.dtype.itemsize if exact else 1
+        return 2 * self.sparse.geometry.block_size * self.model.config.head_dim * size
+
+    def host_pool(self, plan: BatchPlan) -> HostPool:
+        """An empty pool for the layers whose KV is offloaded."""
+        stored = self.config.host_kv_dtype
+        dtype = None if stored == "model" else stored
+        options: dict[str, Any] = {"resident": plan.resident_layers, "dtype": dtype}
+        return HostPool(len(self.layers), self.device, **options)
+
+    def predict(self, plan: BatchPlan, context: int, hit_rate: float) -> Estimate:
+        """What a decode step should take on an H200; see `sparda_jax.engine.placement`.
+
+        Args:
+          plan: of the batch; not for dense attention.
+          context: tokens of a sequence.
+          hit_rate: share of the free blocks that are in slots.
+        """
+        return estimate(
+            self.model.config,
+            self.sparse,
+            self.config,
+            batch=plan.batch,
+            context=context,
+            resident=plan.resident_layers,
+            weight_bytes=memory.tree_bytes(self.parameters.arrays),
+            itemsize=self.model.dtype.itemsize,
+            hit_rate=hit_rate,
+        )
+
     def put(self, tree: Any) -> Any:
         """Copies a pytree of (numpy or jax) arrays to the device, explicitly."""
         return jax.device_put(tree, memory.device_sharding(self.device))
@@ -198,10 +233,8 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         requests: Sequence[SamplingParams],
     ):
-        config, geometry = engine.model.config, engine.sparse.geometry
-        run = 2 * geometry.block_size * config.head_dim * engine.model.dtype.itemsize
         self.plan = plan
-        self.report = Report(full_kv_bytes=plan.full_kv_bytes, run_bytes=run)
+        self.report = Report(full_kv_bytes=plan.full_kv_bytes, run_bytes=engine.run_bytes)
         self.state: DecodeState | None = None
         self.pool: HostPool | None = None
         self._engine, self._prompts, self._requests = engine, prompts, requests
@@ -211,8 +244,8 @@ class Generation:
         self._active = np.ones(len(prompts), bool)
         self._failed = np.zeros(len(prompts), bool)
         self._cancelled = np.zeros(len(prompts), bool)
-        if engine.config.offload == "host":
-            self.pool = HostPool(config.num_layers, engine.device)
+        if plan.slots:
+            self.pool = engine.host_pool(plan)
 
     def prefill(self, progress: Progress | None = None) -> None:
         """Runs the prompts and draws the first tokens.
@@ -235,6 +268,8 @@ class Generation:
         report.prefill_tokens = int(np.sum(self._lengths))
         report.context_tokens = int(np.max(self._lengths))
         report.device_kv_bytes = memory.tree_bytes(layers)
+        if self.pool is not None:
+            report.device_kv_bytes += self.pool.scale_bytes
 
     def _first_token(
         self, x: jax.Array, lengths: jax.Array, layers: tuple[LayerCache, ...]
@@ -293,7 +328,8 @@ class Generation:
         if self.pool is not None and np.any(filled):
             targets = np.where(filled, lengths // size - 1, -1).astype(np.int32)
             self.pool.write_back(self._tails(), engine.put(targets))
-            heads, layers = engine.model.config.num_kv_heads, engine.model.config.num_layers
+            layers = len(engine.layers) - self.plan.resident_layers
+            heads = engine.model.config.num_kv_heads
             self.report.written_back_runs += int(np.sum(filled)) * heads * layers
 
     def __iter__(self) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,9 @@ def attend_layer(
 ) -> Float[Array, "B 1 D"]:
     """Attention over the selected blocks and the tail block, output, MLP; fields of the cache."""
     newest, mask = caches.tail_block(tail, step.position, block_size)
-    biases = {} if bias is None else caches.attended_bias(bias, slot_blocks, step.position)
+    biases: dict[str, Any] = (
+        {} if bias is None else caches.attended_bias(bias, slot_blocks, step.position)
+    )
     attention = pool_attention(q, blocks, rows, newest, mask, **biases)
     assert not isinstance(attention, tuple)  # only with return_lse
     return layer.finish(x, attention)

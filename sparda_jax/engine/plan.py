@@ -11,6 +11,7 @@ import numpy as np
 
 from host_offload import memory
 from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
+from sparda_jax.engine import placement
 from sparda_jax.sparse.forecast import check_lookahead
 from sparda_jax.sparse.infllm_v2 import selection_width
 
@@ -24,7 +25,8 @@ class BatchPlan:
       padded_length: prompt tokens after padding to whole prefill chunks.
       num_blocks: M, KV blocks a sequence can hold; covers prompt and generated tokens.
       selected: blocks that a KV head attends at most, besides the tail block; 0 when dense.
-      slots: Z, device slots a KV head has; 0 when the KV is resident or attention is dense.
+      slots: Z, device slots a KV head has in the other layers; 0 when there are none.
+      resident_layers: the first so many layers keep all their KV on the device.
       full_kv_bytes: KV of all M blocks, in every layer: what dense attention keeps on the device.
       device_kv_bytes: what this mode keeps on the device between steps.
       host_kv_bytes: what it keeps in pinned host memory.
@@ -37,6 +39,7 @@ class BatchPlan:
     num_blocks: int
     selected: int
     slots: int
+    resident_layers: int
     full_kv_bytes: int
     device_kv_bytes: int
     host_kv_bytes: int
@@ -55,13 +58,13 @@ def check_settings(config: EngineConfig, sparse: SparseConfig) -> None:
       ValueError: more steps a call than a block has tokens, when offloaded; rules under which mode
         "sparda" would miss blocks.
     """
-    if config.mode == "dense" and config.offload == "host":
+    if config.mode == "dense" and config.offload != "none":
         raise NotImplementedError(
-            "mode 'dense' with offload 'host': every step would read all KV from the host; "
-            "use mode 'sparse'"
+            f"mode 'dense' with offload {config.offload!r}: every step would read all KV from the "
+            "host; use mode 'sparse'"
         )
     size = sparse.geometry.block_size
-    if config.offload == "host" and config.steps_per_call > size:
+    if config.offload != "none" and config.steps_per_call > size:
         raise ValueError(
             f"steps_per_call {config.steps_per_call} exceeds the block size {size}: "
             "a filled block is written to the host between calls"
@@ -175,14 +178,15 @@ def plan_sizes(
     """
     geometry = sparse.geometry
     size = jnp.dtype(dtype).itemsize
-    token = model.num_kv_heads * model.head_dim * size  # one key or value row of all KV heads
+    heads, layers = model.num_kv_heads, model.num_layers
+    token = heads * model.head_dim * size  # one key or value row of all KV heads
     block = 2 * geometry.block_size * token
-    full = model.num_layers * batch * num_blocks * block
-    selected, slots, host = 0, 0, 0
+    full = layers * batch * num_blocks * block
+    selected, slots, host, resident = 0, 0, 0, layers
     if config.mode == "dense":
         device = full
     else:
-        device = (
+        common = (
             2 * block
             + geometry.kernel_size * token
             + geometry.num_compressed(num_blocks * geometry.block_size) * token
@@ -190,16 +194,19 @@ def plan_sizes(
         # The tail block is selected and attended too, but lies in the tail ring.
         width = selection_width(sparse, num_blocks)
         selected = max(min(width, num_blocks) - 1, 1)
-        if config.offload == "host":
-            slots = max(min(width + config.spare_slots, num_blocks) - 1, 1)
-            host = full
-            device += slots * block
-        else:
-            device += num_blocks * block
-        device *= model.num_layers * batch
-        partial = num_blocks * geometry.block_size * model.num_kv_heads * partial_channels * size
-        device += (model.num_layers - 1) * batch * partial
-    layer = full // model.num_layers
+        slots = max(min(width + config.spare_slots, num_blocks) - 1, 1)
+        stored, scales = (size, 0) if config.host_kv_dtype == "model" else (1, 2 * num_blocks)
+        # Slots, their block ids and times of use, the list of misses, scales of the host's blocks.
+        offloaded = slots * (block + 8 * heads) + 4 * heads * (2 * selected + scales)
+        offloaded = batch * (common + offloaded) + 4
+        kept = batch * (common + num_blocks * block)
+        resident = placement.resident_layers(config, layers, kept, offloaded)
+        device = resident * kept + (layers - resident) * offloaded
+        host = (layers - resident) * batch * num_blocks * block // size * stored
+        slots = 0 if resident == layers else slots
+        partial = num_blocks * geometry.block_size * heads * partial_channels * size
+        device += (layers - 1) * batch * partial
+    layer = full // layers
     hidden = batch * padded_length * model.hidden_size * size
     if config.mode == "sparda":
         hidden += batch * padded_length * token  # Forecast queries of all tokens
@@ -209,6 +216,7 @@ def plan_sizes(
         num_blocks=num_blocks,
         selected=selected,
         slots=slots,
+        resident_layers=resident,
         full_kv_bytes=full,
         device_kv_bytes=device,
         host_kv_bytes=host,

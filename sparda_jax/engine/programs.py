@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,9 +36,10 @@ class Program:
         function: Callable[..., Any],
         *,
         donate: Sequence[int] = (),
-        options: dict[str, str] | None = None,
+        options: Mapping[str, str | int] | None = None,
     ):
-        self._function, self._donate, self._options = function, tuple(donate), options
+        self._function, self._donate = function, tuple(donate)
+        self._options = None if options is None else dict(options)
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self.compilations = 0
         self.compile_seconds = 0.0
@@ -77,7 +78,7 @@ class Programs:
         function: Callable[..., Any],
         *,
         donate: Sequence[int] = (),
-        options: dict[str, str] | None = None,
+        options: Mapping[str, str | int] | None = None,
         **static: Any,
     ) -> Program:
         """``function(model, *args, **static)``; called with the model's arrays as first argument.
@@ -108,7 +109,7 @@ class Programs:
         function: Callable[..., Any],
         donate: Sequence[int],
         static: dict[str, Any],
-        options: dict[str, str] | None = None,
+        options: Mapping[str, str | int] | None = None,
     ) -> Program:
         key = (function, tuple(sorted(static.items(), key=lambda item: item[0])))
         if key not in self._programs:

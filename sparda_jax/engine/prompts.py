@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -108,8 +108,8 @@ class PromptRun:
         bias = None
         if self._engine.model.config.kv_importance:
             bias = programs.on_layer(prefill.blocks_bias)(self._engine.layers[index].arrays, kv)
-        rest = (tail, window, compressed, partial, bias)
-        if self._pool is None:
+        rest: tuple[Any, ...] = (tail, window, compressed, partial, bias)
+        if self._pool is None or index < plan.resident_layers:
             return SparseCache(kv, None, None, None, *rest)
         self._pool.store_layer(index, kv)
         shape = (*kv.shape[:2], plan.slots, *kv.shape[3:])

@@ -198,20 +198,19 @@ class Rows:
         self.pool: HostPool | None = None
         self.state = self._empty_state()
         if self.plan.slots:
-            self.pool = HostPool(len(engine.layers), engine.device)
-            for index in range(len(engine.layers)):
+            self.pool = engine.host_pool(self.plan)
+            for index in range(self.plan.resident_layers, len(engine.layers)):
                 self.pool.store_layer(index, self._empty_blocks())
         self.lengths = np.zeros(batch, np.int32)
         self.active = np.zeros(batch, bool)
         self.failed = np.zeros(batch, bool)
         self._alternatives: list[int | None] = [None] * batch  # that each row's request asks for
-        config = engine.model.config
-        run = 2 * size * config.head_dim * engine.model.dtype.itemsize
+        scales = 0 if self.pool is None else self.pool.scale_bytes
         self.report = Report(
-            device_kv_bytes=memory.tree_bytes(self.state.layers),
+            device_kv_bytes=memory.tree_bytes(self.state.layers) + scales,
             host_kv_bytes=0 if self.pool is None else self.pool.nbytes,
             full_kv_bytes=self.plan.full_kv_bytes,
-            run_bytes=run,
+            run_bytes=engine.run_bytes,
         )
         self._call: Callable[[DecodeState], tuple[DecodeState, StepOutput]] | None = None
 
@@ -245,7 +244,9 @@ class Rows:
                 model=engine.model.config,
                 sparse=engine.sparse,
                 dense=engine.config.mode == "dense",
-                plan=self.plan,
+                plan=self.plan
+                if index >= self.plan.resident_layers
+                else dataclasses.replace(self.plan, slots=0),
                 partial=engine.partial_channels if index else 0,
                 dtype=engine.model.dtype,
             )

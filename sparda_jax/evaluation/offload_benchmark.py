@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from host_offload import memory
 from host_offload.fetch import ProgramFetcher
+from host_offload.host_pool import HostPool, PoolLayer
 from pallas_kernels.block_selection import Selection
 from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
 from sparda_jax.engine.choosers import Chooser
@@ -55,6 +56,9 @@ MODES: dict[str, dict[str, Any]] = {
     "infinigen": {"mode": "infinigen", "offload": "host"},
     "sparda_no_prefetch": {"mode": "sparda", "offload": "host", "prefetch": False},
     "sparda": {"mode": "sparda", "offload": "host"},
+    "sparda_placed": {"mode": "sparda", "offload": "auto"},
+    "sparda_int8": {"mode": "sparda", "offload": "host", "host_kv_dtype": "int8"},
+    "sparda_fp8": {"mode": "sparda", "offload": "host", "host_kv_dtype": "float8_e4m3fn"},
 }
 
 
@@ -192,6 +196,7 @@ def rows(
     modes: Sequence[str],
     *,
     prefix: str,
+    device_kv_bytes: int | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
     """One row for every workload and mode: tokens a second, after a call that fills the slots.
@@ -202,6 +207,7 @@ def rows(
       workloads: what is decoded; those that differ in the hit rate alone share their programs.
       modes: names in `MODES`.
       prefix: of the rows' names.
+      device_kv_bytes: what KV may take on the device, for "sparda_placed".
       report: told what is being done.
 
     Raises:
@@ -211,7 +217,7 @@ def rows(
         room = workload.context // sparse.geometry.block_size - sparse.local_blocks
         if room - sparse.init_blocks < 2 * (sparse.budget_blocks - sparse.forced_blocks):
             raise ValueError(f"a context of {workload.context} tokens is too short for this policy")
-    bench = Bench(model_config, sparse, report)
+    bench = Bench(model_config, sparse, device_kv_bytes, report)
     for workload in workloads:
         for mode in modes:
             yield bench.row(prefix, workload, mode)
@@ -223,13 +229,18 @@ class Bench:
     Args:
       model_config: shape of the model.
       sparse: selection rules.
+      device_kv_bytes: what KV may take on the device, for "sparda_placed".
       report: told what is being done.
     """
 
     def __init__(
-        self, model_config: ModelConfig, sparse: SparseConfig, report: Callable[[str], None]
+        self,
+        model_config: ModelConfig,
+        sparse: SparseConfig,
+        device_kv_bytes: int | None,
+        report: Callable[[str], None],
     ):
-        self.sparse, self.report = sparse, report
+        self.sparse, self.report, self._budget = sparse, report, device_kv_bytes
         self.model = Decoder.random(model_config, dtype=jnp.bfloat16)
         self._bandwidth = Session().copy_bandwidth
         self._engines: dict[tuple, Engine] = {}
@@ -238,13 +249,12 @@ class Bench:
         """The engine of a mode; workloads of one context share it and its programs."""
         key = (mode, workload.context, workload.steps)
         if key not in self._engines:
-            config, shape = (
-                EngineConfig(
-                    steps_per_call=STEPS_PER_CALL,
-                    max_length=workload.context + workload.steps,
-                    **MODES[mode],
-                ),
-                self.model.config,
+            settings, shape = MODES[mode], self.model.config
+            config = EngineConfig(
+                steps_per_call=STEPS_PER_CALL,
+                max_length=workload.context + workload.steps,
+                device_kv_bytes=self._budget if settings["offload"] == "auto" else None,
+                **settings,
             )
             forecast = infinigen = None
             if config.mode == "sparda":
@@ -255,7 +265,7 @@ class Bench:
                 infinigen = InfiniGen((skew,) * shape.num_layers)
             sparse = self.sparse
             if mode == "dense_resident":
-                sparse = sparse.with_all_blocks(config.max_length)
+                sparse = sparse.with_all_blocks(workload.context + workload.steps)
             # One mode at a time: their caches together exceed the device.
             self._engines = {
                 key: Engine(
@@ -340,12 +350,13 @@ class Run:
             else engine.sparse.geometry.num_compressed(workload.context)
         )
         self.step_bytes = (2 * (self.plan.selected + 1) * size + scored) * row
-        self._pool = None
+        self._pool: tuple[PoolLayer | None, ...] | None = None
         if self.plan.slots:
-            layer = _random_blocks(engine, self.plan, self.plan.num_blocks, seed=1)
-            pinned = jax.device_put(layer, memory.host_sharding(engine.device))
-            self._pool = (pinned.block_until_ready(),) * config.num_layers
-            layer.delete()
+            resident, stored = self.plan.resident_layers, engine.config.host_kv_dtype
+            one = HostPool(1, engine.device, dtype=None if stored == "model" else stored)
+            one.store_layer(0, _random_blocks(engine, self.plan, self.plan.num_blocks, seed=1))
+            layers = jax.block_until_ready(one.layers) * (config.num_layers - resident)
+            self._pool = (*(None,) * resident, *layers)
 
     def __call__(self, hit_rate: float) -> Decoded:
         """Decodes at a hit rate; the first call, which fills the slots, is not timed."""
@@ -368,13 +379,8 @@ class Run:
                 times.append(1e3 * seconds / STEPS_PER_CALL)
                 free, hits = free + outputs.free.sum(), hits + outputs.hits.sum()
                 fetched += outputs.fetched.sum()
-        moved = fetched * self._run_bytes / (workload.calls * STEPS_PER_CALL)
+        moved = fetched * engine.run_bytes / (workload.calls * STEPS_PER_CALL)
         return Decoded(times, hits / free, moved)
-
-    @property
-    def _run_bytes(self) -> int:
-        config, size = self._engine.model.config, self._engine.sparse.geometry.block_size
-        return 2 * size * config.head_dim * self._engine.model.dtype.itemsize
 
     def _choosers(self, workload: Workload) -> tuple[Chooser, ...]:
         engine = self._engine
@@ -389,8 +395,8 @@ class Run:
         """Milliseconds of a step's copies: `moved` bytes in all, one layer after the other."""
         engine, plan, pool = self._engine, self.plan, self._pool
         assert pool is not None
-        layers = len(pool)
-        count = round(moved / self._run_bytes / layers)
+        layers = len(pool) - plan.resident_layers
+        count = round(moved / engine.run_bytes / layers)
         if count == 0:
             return 0.0
         rng = np.random.default_rng(3)
@@ -400,17 +406,17 @@ class Run:
         lists = engine.put((source, target, np.int32(count)))
         slots = _random_blocks(engine, plan, plan.slots, seed=4)
         program = Program(functools.partial(_fetches, layers * STEPS_PER_CALL), donate=(1,))
-        slots = program(pool[0], slots, *lists)
+        slots = program(pool[-1], slots, *lists)
         times = []
         for _ in range(3):
             start = time.perf_counter()
-            slots = program(pool[0], slots, *lists).block_until_ready()
+            slots = program(pool[-1], slots, *lists).block_until_ready()
             times.append(1e3 * (time.perf_counter() - start) / STEPS_PER_CALL)
         return statistics.median(times)
 
 
 def _fetches(
-    times: int, pool: Array, slots: Array, source: Array, target: Array, count: Array
+    times: int, pool: PoolLayer, slots: Array, source: Array, target: Array, count: Array
 ) -> Array:
     fetcher = ProgramFetcher((pool,))
 
@@ -434,8 +440,10 @@ def _state(engine: Engine, plan: BatchPlan, workload: Workload) -> DecodeState:
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
 
     def layer(seed: int) -> SparseCache:
-        blocks = _random_blocks(engine, plan, plan.slots or plan.num_blocks, seed=seed)
-        empty = jnp.full(blocks.shape[:3], -1, jnp.int32) if plan.slots else None
+        offloaded = seed >= plan.resident_layers
+        held = plan.slots if offloaded else plan.num_blocks
+        blocks = _random_blocks(engine, plan, held, seed=seed)
+        empty = jnp.full(blocks.shape[:3], -1, jnp.int32) if offloaded else None
         partial = None
         if engine.config.mode == "infinigen" and seed:
             few = (batch, heads, plan.num_blocks * geometry.block_size, config.head_dim // 4)

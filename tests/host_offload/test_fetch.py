@@ -129,3 +129,18 @@ def test_no_implicit_transfers():
     arguments = [jnp.zeros((B, K, Z, 2, P, H)), *map(jnp.asarray, (source, target, np.int32(40)))]
     with jax.transfer_guard("disallow"):
         fetcher.fetch(0, *arguments)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", ["program", "eager"])
+def test_quantised_blocks_are_widened_on_the_way(kind, dtype):
+    device = jax.devices()[0]
+    pool = HostPool(1, device, dtype=dtype)
+    kv = random_array((B, K, M, 2, P, H), jnp.float32, 3)
+    pool.store_layer(0, jax.device_put(kv, memory.device_sharding(device)))
+    widened = [pool.read_row(0, jnp.int32(row), M)[0] for row in range(B)]
+    slots = random_array((B, K, WIDTH // (B * K), 2, P, H), jnp.float32, 4)
+    source, target = misses(7, 5)
+    fetcher = make_fetcher(kind, pool)
+    got = fetcher.fetch(0, jnp.array(slots), *map(jnp.array, (source, target)), jnp.int32(7))
+    np.testing.assert_array_equal(got, expected_slots(slots, np.stack(widened), source, target, 7))

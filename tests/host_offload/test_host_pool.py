@@ -45,10 +45,10 @@ def test_layers_lie_in_pinned_host_memory_and_are_counted(device):
     with pytest.raises(RuntimeError, match="layer 0 was never stored"):
         _ = pool.layers
     pool, content = make_pool(device)
-    assert [layer.sharding.memory_kind for layer in pool.layers] == ["pinned_host"] * LAYERS
+    assert [layer.values.sharding.memory_kind for layer in pool.layers] == ["pinned_host"] * LAYERS
     assert pool.nbytes == sum(kv.nbytes for kv in content)
     for layer, kv in zip(pool.layers, content, strict=True):
-        np.testing.assert_array_equal(layer, kv)
+        np.testing.assert_array_equal(layer.values, kv)
 
 
 def test_run_indices():
@@ -67,7 +67,7 @@ def test_write_back_replaces_only_the_named_blocks(device, dtype, targets):
         for row, block in enumerate(targets):
             if block >= 0:
                 expected[row, :, block] = tail[row, :, block % 2]
-        assert pool.layers[index].sharding.memory_kind == "pinned_host"
+        assert pool.layers[index].values.sharding.memory_kind == "pinned_host"
         np.testing.assert_array_equal(pool.view(index), expected)
 
 
@@ -85,7 +85,7 @@ def test_view_is_the_memory_itself(device, dtype):
     pool, content = make_pool(device, dtype)
     view = pool.view(1)
     assert (view.shape, view.dtype) == (content[1].shape, jnp.dtype(dtype))
-    assert view.ctypes.data == pool.layers[1].unsafe_buffer_pointer()
+    assert view.ctypes.data == pool.layers[1].values.unsafe_buffer_pointer()
     np.testing.assert_array_equal(view, content[1])
 
 
@@ -95,7 +95,7 @@ def test_a_view_does_not_block_donation(device):
     _, tails = make_tails(30)
     for step in range(6):
         old = pool.view(0)
-        address, array = old.ctypes.data, pool.layers[0]
+        address, array = old.ctypes.data, pool.layers[0].values
         pool.write_back(tails, jnp.array([step % M, -1, -1], jnp.int32))
         assert array.is_deleted()
         view = pool.view(0)
@@ -122,7 +122,7 @@ def test_pool_is_current_for_a_program_that_follows(device):
         block = step % M
         pool.write_back(on_device, jnp.full(B, block, jnp.int32))
         content[0][:, :, block] = tails[0][:, :, block % 2]
-        np.testing.assert_array_equal(read(pool.layers[0]), content[0])
+        np.testing.assert_array_equal(read(pool.layers[0].values), content[0])
 
 
 def test_rows_are_written_and_read_in_place(device):
@@ -130,13 +130,42 @@ def test_rows_are_written_and_read_in_place(device):
     place = memory.device_sharding(device)
     row, block = jax.device_put((np.int32(2), np.int32(1)), place)
     kv = random_blocks((1, K, 3, 2, P, H), 7)
-    before = pool.layers[1].unsafe_buffer_pointer()
+    before = pool.layers[1].values.unsafe_buffer_pointer()
     pool.write_row(1, jax.device_put(kv, place), row, block)
-    assert pool.layers[1].unsafe_buffer_pointer() == before
-    assert pool.layers[1].sharding.memory_kind == "pinned_host"
+    assert pool.layers[1].values.unsafe_buffer_pointer() == before
+    assert pool.layers[1].values.sharding.memory_kind == "pinned_host"
     content[1][2:, :, 1:4] = kv
     for layer, expected in zip(pool.layers, content, strict=True):
-        np.testing.assert_array_equal(layer, expected)
+        np.testing.assert_array_equal(layer.values, expected)
     read = pool.read_row(1, row, 3)
     assert read.sharding.memory_kind == "device"
     np.testing.assert_array_equal(read, content[1][2:, :, :3])
+
+
+@pytest.mark.parametrize("dtype,tolerance", [("int8", 0.5 / 127), ("float8_e4m3fn", 1 / 16)])
+def test_a_quantised_pool_stays_close(device, dtype, tolerance):
+    """int8 errs by half a scale, the largest of a block over 127; e4m3 by half of a 1/8 step."""
+    pool = HostPool(2, device, resident=1, dtype=dtype)
+    kv = random_blocks((B, K, M, 2, P, H), 1) * 10.0 ** np.arange(M)[:, None, None, None]
+    kv[0, 0, 1, 0] = 0
+    place = memory.device_sharding(device)
+    pool.store_layer(1, jax.device_put(kv.astype(np.float32), place))
+    tails, on_device = make_tails(50)
+    pool.write_back(on_device, jnp.array([2, -1, 0], jnp.int32))
+    new = random_blocks((1, K, 2, 2, P, H), 51)
+    pool.write_row(
+        1, jax.device_put(new, place), *jax.device_put((np.int32(1), np.int32(3)), place)
+    )
+    kv[0, :, 2], kv[2, :, 0] = tails[1][0, :, 0], tails[1][2, :, 0]
+    kv[1, :, 3:5] = new[0]
+    assert pool.layers[0] is None
+    assert pool.layers[1].values.dtype == dtype
+    assert pool.layers[1].values.sharding.memory_kind == "pinned_host"
+    assert pool.nbytes == kv.size
+    for row in range(B):
+        read = pool.read_row(1, jax.device_put(np.int32(row), place), M)[0]
+        largest = np.abs(kv[row]).max((-2, -1), keepdims=True)
+        scale = largest if dtype == "int8" else np.abs(kv[row]) + largest / 448
+        assert np.all(np.abs(read - kv[row]) <= 1.01 * tolerance * scale)
+    with pytest.raises(ValueError, match="layer 0 stays on the device"):
+        pool.view(0)

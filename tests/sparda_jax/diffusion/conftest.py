@@ -18,6 +18,8 @@ from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.diffusion.plan import BlockEngineConfig
 from sparda_jax.models.decoder import Decoder
 
+FAMILIES = ("sdar_tiny", "fast_dllm_v2_tiny", "llada2_tiny")
+
 VARIANTS = ("_fixed", "_clamped", "_prefilled", "")
 
 
@@ -73,18 +75,10 @@ def request(meta: dict[str, Any], prompt: np.ndarray) -> tuple[SamplingParams, D
     return SamplingParams(max_new_tokens=count, stop_token_ids=tuple(stops)), rule
 
 
-@dataclasses.dataclass
-class Run:
-    """What the engine did with one case: a list entry a forward, and the tokens of the user."""
-
-    steps: list[dict[str, Any]]
-    tokens: list[int]
-
-
 def run_cases(
     model: Decoder, folder: Path, names: list[str], *, dual_cache: bool = False
-) -> dict[str, Run]:
-    """Decodes all named cases as one batch, forward by forward."""
+) -> dict[str, list[dict[str, Any]]]:
+    """Decodes all named cases as one batch, forward by forward: what each forward saw and did."""
     metas, arrays = trajectories(folder), {n: np.load(folder / n) for n in names}
     prompts = [arrays[n]["prompt_ids"].tolist() for n in names]
     settings = [request(metas[n], arrays[n]["prompt_ids"]) for n in names]
@@ -104,5 +98,4 @@ def run_cases(
             own = jax.tree.map(lambda array, row=row: array[row], output)
             record = {"start": int(start), "tokens": tokens, "masked": masked, "output": own}
             found[names[row]].append(record)
-    results, _ = engine.generate(prompts, sampling, rules)
-    return {n: Run(found[n], r.tokens) for n, r in zip(names, results, strict=True)}
+    return found
