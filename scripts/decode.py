@@ -35,6 +35,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    from sparda_jax.diffusion.command import add_diffusion_options
+
     parser = Parser(prog="decode.py", description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument_group("what to read and answer").add_argument
     add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
@@ -80,6 +82,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-length", type=int, help="most tokens of a sequence (default: the model's)")
     add("--prefill-chunk", type=int, default=512, help="prompt tokens per prefill call")
     add("--steps-per-call", type=int, default=8, help="tokens per compiled decode call")
+    add_diffusion_options(parser)
     add = parser.add_argument_group("sampling").add_argument
     add("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -105,6 +108,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.batch is not None and (args.prompt is not None or args.prompt_file is not None):
         parser.error("--batch holds the prompts: give neither --prompt nor --prompt-file with it")
+    if args.diffusion:
+        taken = [args.mode, args.forecast, args.offload, args.compare_dense or None]
+        if any(value is not None for value in taken):
+            parser.error("--diffusion attends all KV on the device: leave --mode, --forecast, "
+                         "--offload and --compare-dense out")  # fmt: skip
+        args.mode, args.offload = "dense", "none"
+        return args
     default = "default" if args.model == "default" else None
     if args.mode is None:
         args.mode = "sparda" if args.forecast or default else "sparse"
@@ -159,8 +169,11 @@ def encode_prompts(
     args: argparse.Namespace, texts: list[str] | None, tokenizer: Any
 ) -> list[list[int]]:
     from sparda_jax import demo
+    from sparda_jax.diffusion.command import DEMO_TEXT
 
     chat = args.chat
+    if texts is None and args.diffusion:
+        texts = [DEMO_TEXT]
     if texts is None:
         texts = [demo.prompt_text(tokenizer)]
         # A model without a template still continues the text.
@@ -292,12 +305,15 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     prompts = encode_prompts(args, prompt_texts, tokenizer)
 
+    from sparda_jax.diffusion import command
     from sparda_jax.engine.generate import Engine
 
     stops = () if args.ignore_eos else tuple(tokenizer.eos_token_ids)
     requests = [
         replace(sampling, stop_token_ids=stops, seed=args.seed + row) for row in range(len(prompts))
     ]
+    if args.diffusion:
+        return command.run(args, model, tokenizer, prompts, requests)
     selector = load_selector(args, model, tokenizer)
     generation = Engine(model, sparse=sparse, config=config, **selector).prepare(prompts, requests)
     dense = None
