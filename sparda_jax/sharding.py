@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparda_jax.config import ModelConfig
@@ -106,8 +107,23 @@ def parameter_spec(path: tuple[Any, ...]) -> PartitionSpec:
 
 def sharding(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
     """A partition on a mesh, without the axes that the mesh lacks."""
-    kept = P(*(axis if axis in mesh.shape else None for axis in spec))
-    return NamedSharding(mesh, kept, memory_kind=memory_kind)
+
+    def there(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(axis for axis in part if axis in mesh.shape) or None
+        return part if part in mesh.shape else None
+
+    return NamedSharding(mesh, P(*map(there, spec)), memory_kind=memory_kind)
+
+
+def distribute(module: nnx.Module, mesh: Mesh) -> None:
+    """Moves the parameters of a `Decoder` or a `Forecast` to a mesh, in place."""
+    state = nnx.state(module)
+    flat = [
+        (path, p.replace(jax.device_put(p.get_value(), sharding(mesh, parameter_spec(path)))))
+        for path, p in nnx.to_flat_state(state)
+    ]
+    nnx.update(module, nnx.from_flat_state(flat))
 
 
 def place_on(mesh: Mesh) -> Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]:

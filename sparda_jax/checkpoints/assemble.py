@@ -265,20 +265,21 @@ def _load(
         # Not committed to a device: it may be used with arrays of any.
         value, finite = _convert(jnp.asarray(array), abstract.dtype, stored.transposed)
         return value, [finite]
-    indices = sharding.addressable_devices_indices_map(abstract.shape)
-    shards, flags = [], []
-    read: dict[str, np.ndarray] = {}
-    for device, index in indices.items():
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(abstract.shape).items():
         parts = zip(index or (), abstract.shape, strict=True)
-        whole = tuple(slice(*part.indices(size)) for part, size in parts)
-        if repr(whole) not in read:
-            # Devices that hold the same part (data parallel) share what was read.
-            read = {repr(whole): read_parameter(source, stored, whole)}
-            progress(read[repr(whole)].nbytes)
-        part = jax.device_put(read[repr(whole)], device)
-        shard, finite = _convert(part, abstract.dtype, stored.transposed)
-        shards.append(shard)
-        flags.append(finite)
+        bounds = tuple(part.indices(size)[:2] for part, size in parts)
+        holders.setdefault(bounds, []).append(device)
+    shards, flags = [], []
+    for bounds, devices in holders.items():
+        # Devices that hold the same part (data parallel) share what is read.
+        array = read_parameter(source, stored, tuple(slice(*bound) for bound in bounds))
+        progress(array.nbytes)
+        for device in devices:
+            part = jax.device_put(array, device)
+            shard, finite = _convert(part, abstract.dtype, stored.transposed)
+            shards.append(shard)
+            flags.append(finite)
     return jax.make_array_from_single_device_arrays(abstract.shape, sharding, shards), flags
 
 

@@ -14,7 +14,7 @@ from host_offload import memory, overlap
 from host_offload.fetch import EagerFetcher
 from host_offload.host_pool import HostPool
 from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
-from sparda_jax.engine import decode, prefill
+from sparda_jax.engine import decode, prefill, spmd
 from sparda_jax.engine.choosers import (
     ForecastAhead,
     forecast_choosers,
@@ -45,7 +45,7 @@ OnToken = Callable[[int, int], None]
 
 
 class Engine:
-    """Runs batches of requests on one device.
+    """Runs batches of requests on one device, or on those that the model's parameters lie on.
 
     Example:
       >>> engine = Engine(model, config=EngineConfig(mode="sparse", offload="host"))
@@ -55,7 +55,8 @@ class Engine:
       model: parameters.
       sparse: selection rules of the modes other than dense.
       config: how batches are run.
-      device: where.
+      device: where; of several, the first.
+      mesh: of several devices, else None.
       programs: everything compiled so far.
 
     Raises:
@@ -78,7 +79,9 @@ class Engine:
         self.model = model
         self.sparse = sparse or SparseConfig()
         self.config = config or EngineConfig()
-        self.device = device or jax.devices()[0]
+        self.mesh = spmd.mesh_of(model)
+        first = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        self.device = device or first
         check_settings(self.config, self.sparse)
         self._check_weights("sparda", "Forecast weights", forecast)
         self._check_weights("infinigen", "a calibrated InfiniGen", infinigen)
@@ -90,11 +93,18 @@ class Engine:
         self.partial_channels = 0 if infinigen is None else infinigen.channels
         self.parameters = Parameters.of(model)
         self.layers = tuple(Parameters.of(layer) for layer in model.layers)
-        self.programs = Programs(self.parameters, self.layers)
+        self.programs = Programs(self.parameters, self.layers, self.mesh)
+        if self.mesh is not None:
+            if self.config.fetch == "eager" or self.config.mode == "infinigen":
+                raise NotImplementedError(
+                    f"mode {self.config.mode!r} with fetch {self.config.fetch!r} on several devices"
+                )
+            spmd.check_on_mesh(self.choosers, self.mesh, "Forecast weights")
         # LongRoPE's factors depend on the requested maximum length, so there is one table.
         length = self.config.max_length or model.config.max_position_embeddings
-        self.rope: RopeTable = self.put(
-            jax.jit(rope_table, static_argnums=(0, 1))(model.config.rope, length)
+        table = jax.jit(rope_table, static_argnums=(0, 1))(model.config.rope, length)
+        self.rope: RopeTable = (
+            self.put(table) if self.mesh is None else spmd.place(self.mesh, table, spmd.P())
         )
 
     def _check_weights(self, mode: str, what: str, given: object | None) -> None:
@@ -140,6 +150,8 @@ class Engine:
         stored = self.config.host_kv_dtype
         dtype = None if stored == "model" else stored
         options: dict[str, Any] = {"resident": plan.resident_layers, "dtype": dtype}
+        if self.mesh is not None:
+            return spmd.SplitHostPool(len(self.layers), self.mesh, **options)
         return HostPool(len(self.layers), self.device, **options)
 
     def predict(self, plan: BatchPlan, context: int, hit_rate: float) -> Estimate:
@@ -163,7 +175,12 @@ class Engine:
         )
 
     def put(self, tree: Any) -> Any:
-        """Copies a pytree of (numpy or jax) arrays to the device, explicitly."""
+        """Copies a pytree of (numpy or jax) arrays to the device, explicitly.
+
+        On several devices each gets its requests' part of every array that has axes.
+        """
+        if self.mesh is not None:
+            return spmd.place(self.mesh, tree, spmd.ROWS)
         return jax.device_put(tree, memory.device_sharding(self.device))
 
     def prepare(
@@ -186,7 +203,7 @@ class Engine:
             self.model.dtype,
             partial_channels=self.partial_channels,
         )
-        check_memory(plan, self.config, self.device)
+        check_memory(spmd.share(plan, self.mesh), self.config, self.device)
         return Generation(self, plan, prompts, requests)
 
     def generate(

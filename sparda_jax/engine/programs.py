@@ -7,16 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from sparda_jax.engine.modules import Parameters
+from sparda_jax.engine.spmd import split
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 
 
 def _signature(args: tuple) -> tuple:
-    """What a compiled program depends on: structure, shapes, dtypes and memory kinds."""
+    """What a compiled program depends on: structure, shapes, dtypes, memory kinds, partitions."""
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple(
-        (leaf.shape, leaf.dtype, getattr(leaf.sharding, "memory_kind", None)) for leaf in leaves
+        (leaf.shape, leaf.dtype, leaf.sharding.memory_kind, getattr(leaf.sharding, "spec", None))
+        for leaf in leaves
     )
 
 
@@ -37,7 +40,9 @@ class Program:
         *,
         donate: Sequence[int] = (),
         options: Mapping[str, str | int] | None = None,
+        mesh: Mesh | None = None,
     ):
+        self._mesh = mesh
         self._function, self._donate = function, tuple(donate)
         self._options = None if options is None else dict(options)
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -51,7 +56,10 @@ class Program:
             start = time.perf_counter()
             types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
             places = jax.tree.map(lambda leaf: leaf.sharding, args)
-            jitted = jax.jit(self._function, donate_argnums=self._donate, in_shardings=places)
+            function = self._function
+            if self._mesh is not None:
+                function = split(function, self._mesh, args)
+            jitted = jax.jit(function, donate_argnums=self._donate, in_shardings=places)
             self._compiled[key] = jitted.lower(*types).compile(compiler_options=self._options)
             self.compile_seconds += time.perf_counter() - start
             self.compilations += 1
@@ -66,9 +74,12 @@ class Programs:
     """Every program of one engine, found by its function and static arguments."""
 
     def __init__(
-        self, model: Parameters[Decoder], layers: tuple[Parameters[DecoderLayer], ...]
+        self,
+        model: Parameters[Decoder],
+        layers: tuple[Parameters[DecoderLayer], ...],
+        mesh: Mesh | None = None,
     ) -> None:
-        self._model, self._layer = model, layers[0]
+        self._model, self._layer, self._mesh = model, layers[0], mesh
         if any(layer.structure != self._layer.structure for layer in layers):
             raise NotImplementedError("layers of different structure cannot share programs")
         self._programs: dict[tuple, Program] = {}
@@ -120,7 +131,7 @@ class Programs:
                 return function(parameters.merge(args[0]), *args[1:], **static)
 
             run.__name__ = function.__name__
-            self._programs[key] = Program(run, donate=donate, options=options)
+            self._programs[key] = Program(run, donate=donate, options=options, mesh=self._mesh)
         return self._programs[key]
 
     @property

@@ -59,9 +59,8 @@ def test_decode_follows_the_whole_sequence_forward(
 
 def test_offloaded_equals_resident(make_engine, nosa, two_stages, prompts):
     resident = tokens_of(make_engine(two_stages, nosa, mode="sparda"), prompts)
-    for fetch in ("program", "eager"):
-        engine = make_engine(two_stages, nosa, mode="sparda", offload="host", fetch=fetch)
-        assert tokens_of(engine, prompts) == resident
+    engine = make_engine(two_stages, nosa, mode="sparda", offload="host")
+    assert tokens_of(engine, prompts) == resident
 
 
 def test_infinigen_does_not_do_the_second_stage(two_stages):
