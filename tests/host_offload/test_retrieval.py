@@ -111,5 +111,5 @@ def test_one_request_can_fail_alone(retrieval: Retrieval):
 
 
 def test_sizes_are_checked():
-    with pytest.raises(ValueError, match="1.0 KiB"):
+    with pytest.raises(ValueError, match=r"1\.0 KiB"):
         RowStore(SHAPE, jax.devices()[0], budget=1024)
