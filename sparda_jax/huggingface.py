@@ -74,6 +74,7 @@ _IGNORED = frozenset(
 )
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_YARN_FIELDS = ("factor", "beta_fast", "beta_slow", _ORIGINAL)
 _LONGROPE_FIELDS = ("short_factor", "long_factor", _ORIGINAL)
 # A selection policy, not a property of the weights: it is `SparseConfig` that decides here.
 _POLICY = frozenset({"sparse_config"})
@@ -355,8 +356,15 @@ def _rope_config(config: Mapping[str, Any], family: str, head_dim: int) -> RopeC
             factor = _longrope_attention_factor(ratio if stated is None else stated, original)
         common |= {"kind": kind, "attention_factor": float(factor)}
         return _build_rope(common, scaling, _LONGROPE_FIELDS)
+    if kind == "yarn":
+        factor = scaling.pop("attention_factor", None)
+        if factor is None:  # as published: YaRN, eq. 22
+            factor = 0.1 * math.log(_number(scaling, "factor")) + 1
+        scaling = {"beta_fast": 32.0, "beta_slow": 1.0} | scaling  # the method's own defaults
+        common |= {"kind": kind, "attention_factor": float(factor)}
+        return _build_rope(common, scaling, _YARN_FIELDS)
     raise NotImplementedError(
-        f"rope type {kind!r} is not supported, only default, llama3 and longrope"
+        f"rope type {kind!r} is not supported, only default, llama3, longrope and yarn"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sparda_jax.validation import require, require_at_least, require_choice
 
-RopeKind = Literal["default", "llama3", "longrope"]
+RopeKind = Literal["default", "llama3", "longrope", "yarn"]
 Family = Literal["llama", "qwen2", "qwen3", "minicpm", "sdar", "fast_dllm", "llada2"]
 
 
@@ -22,14 +22,17 @@ class RopeConfig:
     Attributes:
         head_dim: rotated channels, the first of each head; H but for partial rotary embedding.
         theta: base of the geometric frequency series.
-        kind: "default", "llama3" (frequencies divided by `factor` where the wavelength is long) or
-            "longrope" (frequencies divided by one of two factor lists).
+        kind: "default", "llama3" (frequencies divided by `factor` where the wavelength is long),
+            "longrope" (frequencies divided by one of two factor lists) or "yarn" (as llama3, with a
+            ramp over the channels).
         original_max_position_embeddings: context length before scaling, tokens.
-        factor: llama3 only.
+        factor: llama3 and yarn.
         low_freq_factor: llama3 only.
         high_freq_factor: llama3 only.
         short_factor: longrope only, H/2 values, used up to the original context length.
         long_factor: longrope only, H/2 values, used beyond it.
+        beta_fast: yarn only: channels that turn more often in the original context stay.
+        beta_slow: yarn only: channels that turn less often are slowed by `factor`.
         attention_factor: both cos and sin are multiplied by this.
     """
 
@@ -42,6 +45,8 @@ class RopeConfig:
     high_freq_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -61,6 +66,13 @@ class RopeConfig:
                 self.high_freq_factor > self.low_freq_factor,
                 f"llama3 rope high_freq_factor {self.high_freq_factor} must exceed "
                 f"low_freq_factor {self.low_freq_factor}",
+            )
+        if self.kind == "yarn":
+            require_at_least("yarn rope factor", self.factor, 1)
+            require(
+                self.beta_fast > self.beta_slow > 0,
+                f"yarn rope needs beta_fast > beta_slow > 0, got {self.beta_fast}, "
+                f"{self.beta_slow}",
             )
         if self.kind == "longrope":
             for name in ("short_factor", "long_factor"):

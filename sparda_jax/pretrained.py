@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -52,6 +54,7 @@ def from_pretrained(
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     importance: bool = True,
+    overrides: Mapping[str, Any] | None = None,
     verify_forecast: bool = True,
     cache_dir: str | Path | None = None,
     progress: bool | None = None,
@@ -67,6 +70,7 @@ def from_pretrained(
         mesh: several devices; see `sparda_jax.sharding`. None: the default device.
         dtype: of the parameters, and so of the computation and the KV cache.
         importance: see `load_checkpoint`.
+        overrides: see `load_checkpoint`.
         verify_forecast: False accepts a Forecast file that does not name its base model.
         cache_dir: where the default model is kept; None: the user's cache.
         progress: show a line; None: where standard error is a terminal.
@@ -84,12 +88,14 @@ def from_pretrained(
         dtype=dtype,
         mesh=mesh,
         importance=importance,
+        overrides=overrides,
         cache_dir=cache_dir,
         progress=progress,
     )
     sparse, own = None, None
     if loaded.path.is_dir():
-        sparse = parse_sparse_config(read_json(loaded.path / "config.json"))
+        fields = read_json(loaded.path / "config.json") | dict(overrides or {})
+        sparse = parse_sparse_config(fields)
         own = load_own_forecast(loaded.path, loaded.model, mesh=mesh)
     if forecast is not None:
         own, policy = load_forecast(forecast, loaded.model, verify_base=verify_forecast, mesh=mesh)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -58,6 +59,7 @@ def load_checkpoint(
     dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
     importance: bool = True,
+    overrides: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
     check_finite: bool = True,
     progress: bool | None = False,
@@ -72,6 +74,8 @@ def load_checkpoint(
         mesh: several devices; see `sparda_jax.sharding`. None: the default device.
         importance: False leaves NOSA's importance out: with dense attention, the published "dense
             NOSA", which is not what the weights were trained for.
+        overrides: fields of `config.json` to read otherwise, such as the rotary embedding for a
+            context longer than the model's own (docs/models.md).
         cache_dir: where the default model is kept; None: the user's cache.
         check_finite: refuse NaN and infinity in the weights.
         progress: show a line; None: where standard error is a terminal.
@@ -93,13 +97,14 @@ def load_checkpoint(
             raise FileNotFoundError(f"no *.safetensors and no *.gguf file in {path}")
         path = files[0]
     if path.is_file():
-        return _load_gguf(path, dtype, mesh, check_finite, progress)
+        return _load_gguf(path, dtype, mesh, overrides, check_finite, progress)
     decoder, report = read_folder(
         path,
         dtype=dtype,
         check_finite=check_finite,
         mesh=mesh,
         importance=importance,
+        overrides=overrides,
         progress=progress,
     )
     has_tokenizer = (path / "tokenizer.json").is_file()
@@ -137,10 +142,15 @@ def _download(hub_id: str) -> Path:
 
 
 def _load_gguf(
-    path: Path, dtype: DTypeLike, mesh: Mesh | None, check_finite: bool, progress: bool | None
+    path: Path,
+    dtype: DTypeLike,
+    mesh: Mesh | None,
+    overrides: Mapping[str, Any] | None,
+    check_finite: bool,
+    progress: bool | None,
 ) -> Loaded:
     checkpoint = read_gguf(path)
-    config = ModelConfig.from_huggingface(checkpoint.config)
+    config = ModelConfig.from_huggingface(checkpoint.config | dict(overrides or {}))
     counter = Progress(sum(header.nbytes for header in checkpoint.headers.values()), progress)
     decoder = assemble(
         config, checkpoint, dtype=dtype, check_finite=check_finite, mesh=mesh, progress=counter

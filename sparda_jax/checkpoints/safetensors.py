@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def read_folder(
     check_finite: bool = True,
     mesh: Mesh | None = None,
     importance: bool = True,
+    overrides: Mapping[str, Any] | None = None,
     progress: bool | None = False,
 ) -> tuple[Decoder, LoadReport]:
     """Reads a checkpoint folder.
@@ -50,6 +51,7 @@ def read_folder(
         check_finite: refuse NaN and infinity in the weights.
         mesh: see `assemble`.
         importance: see `assemble`.
+        overrides: fields of `config.json` to read otherwise.
         progress: show a line; None: where standard error is a terminal.
 
     Raises:
@@ -57,7 +59,8 @@ def read_folder(
         ValueError: a broken file, or all tensors that do not fit, in one message.
         NotImplementedError: a model that `ModelConfig.from_huggingface` refuses.
     """
-    config = ModelConfig.from_huggingface(read_json(directory / "config.json"))
+    fields = read_json(directory / "config.json") | dict(overrides or {})
+    config = ModelConfig.from_huggingface(fields)
     with SafetensorsSource(directory) as source:
         counter = Progress(source.nbytes, progress)
         decoder = assemble(

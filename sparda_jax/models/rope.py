@@ -45,6 +45,17 @@ def inverse_frequencies(config: RopeConfig, length: int) -> np.ndarray:
         span = config.high_freq_factor - config.low_freq_factor
         keep = np.clip((turns - config.low_freq_factor) / span, 0, 1)
         return inverse * (keep + (1 - keep) / config.factor)
+    if config.kind == "yarn":
+        # The channel whose wave turns so many times in the original context.
+        original = config.original_max_position_embeddings
+        first, last = (
+            half * math.log(original / (turns * 2 * math.pi)) / math.log(config.theta)
+            for turns in (config.beta_fast, config.beta_slow)
+        )
+        low = max(math.floor(first), 0)
+        high = min(math.ceil(last), config.head_dim - 1)
+        slowed = np.clip((np.arange(half) - low) / max(high - low, 1e-3), 0, 1)
+        return inverse * (1 - slowed + slowed / config.factor)
     return inverse
 
 

@@ -119,7 +119,7 @@ def test_longrope_attention_factor():
     "changes, message",
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"sliding_window": 32}, "sliding_window = 32"),

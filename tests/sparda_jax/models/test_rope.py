@@ -1,3 +1,5 @@
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,3 +84,32 @@ def test_rotation_is_complex_multiplication():
     assert apply_rope(jnp.asarray(x, jnp.bfloat16), *rope_at(config, positions, 64)).dtype == (
         jnp.bfloat16
     )
+
+
+def test_yarn():
+    """Fast channels stay, slow ones are divided by the factor, a ramp between (YaRN, sec. 3.2)."""
+    given = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    base = {
+        "model_type": "llama",
+        "vocab_size": 8,
+        "hidden_size": 128,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    }
+    config = ModelConfig.from_huggingface(base | {"rope_scaling": given}).rope
+    plain = ModelConfig.from_huggingface(base).rope
+    ratio = inverse_frequencies(plain, 1) / inverse_frequencies(config, 1)
+    turns = 32768 * inverse_frequencies(plain, 1) / (2 * math.pi)
+    low, high = np.flatnonzero(turns >= 32)[-1], np.flatnonzero(turns <= 1)[0]
+    np.testing.assert_allclose(ratio[: low + 1], 1)
+    np.testing.assert_allclose(ratio[high:], 4)
+    ramp = (np.arange(low, high + 1) - low) / (high - low)
+    np.testing.assert_allclose(1 / ratio[low : high + 1], 1 - ramp + ramp / 4)
+    cos, _ = rope_at(config, jnp.zeros((1,), jnp.int32), 1)
+    np.testing.assert_allclose(cos, 0.1 * math.log(4) + 1, rtol=1e-6)
+    with pytest.raises(ValueError, match="original_max_position_embeddings is missing"):
+        ModelConfig.from_huggingface(base | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
