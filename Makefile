@@ -8,11 +8,13 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help decode test lint setup clean
+.PHONY: help decode decode-diffusion test lint setup clean
 
 help:
 	@echo "make decode   answer a question about a long text with the default model"
 	@echo "              (options of scripts/decode.py: make decode ARGS='--mode dense')"
+	@echo "make decode-diffusion"
+	@echo "              continue a text a block of tokens at a time, with the adapter that ships"
 	@echo "make test     linter, type checker and all tests (options of pytest: ARGS='-k rope')"
 	@echo "make lint     linter and type checker only"
 	@echo "make setup    only the virtual environment, with the test tools"
@@ -22,6 +24,10 @@ help:
 decode:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf
 	@$(BIN)/python scripts/decode.py $(ARGS)
+
+decode-diffusion:
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras gguf
+	@$(BIN)/python scripts/decode.py --diffusion $(ARGS)
 
 test: setup
 	@$(MAKE) --no-print-directory lint; lint=$$?; $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS) && exit $$lint
