@@ -20,14 +20,15 @@ from sparda_jax.cli import (
     EXIT_INTERRUPTED,
     HelpFormatter,
     Parser,
-    add_policy_options,
-    gibibytes,
+    add_engine_options,
+    add_model_options,
+    engine_settings,
     guarded,
     load_model,
     load_selector,
     note,
-    policy,
     read_text,
+    resolve_mode,
 )
 
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
@@ -39,7 +40,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     parser = Parser(prog="decode.py", description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument_group("what to read and answer").add_argument
-    add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
     add("--prompt", help="text to continue, or the question with --chat")
     add("--prompt-file", type=Path, help="UTF-8 text put before --prompt")
     add("--batch", type=Path, help="UTF-8 file with one prompt a line, in place of --prompt")
@@ -48,40 +48,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="wrap each prompt in the model's chat template (default: only the demo's)",
     )
-    group = parser.add_argument_group("attention and KV cache")
-    add = group.add_argument
-    add(
-        "--mode",
-        choices=("dense", "sparse", "sparda", "infinigen"),
-        help="who selects the blocks to attend: nobody, each layer, or the layer before, by "
-        "Forecast or InfiniGen (default: sparda where there are Forecast weights, else sparse)",
-    )
-    add(
-        "--forecast",
-        help="Forecast weights: 'default' or a safetensors file (default: for the default model "
-        "those that ship with it)",
-    )
-    add(
-        "--verify-forecast",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="refuse Forecast weights that do not name this model",
-    )
-    add(
-        "--offload",
-        choices=("none", "host"),
-        help="where the KV lives (default: none for dense, else host)",
-    )
-    add("--fetch", choices=("program", "eager"), default="program", help="who copies missed blocks")
-    add_policy_options(group, "what the Forecast was trained for, else ")
-    add("--dense-len", type=int, default=0, help="attend densely below this many tokens")
-    for place in ("device", "host"):
-        text = f"most GiB of KV on the {place} (default: all that is free)"
-        add(f"--{place}-kv-gb", type=gibibytes, help=text)
-    add("--spare-slots", type=int, default=0, help="device blocks kept beyond the budget")
-    add("--max-length", type=int, help="most tokens of a sequence (default: the model's)")
-    add("--prefill-chunk", type=int, default=512, help="prompt tokens per prefill call")
-    add("--steps-per-call", type=int, default=8, help="tokens per compiled decode call")
+    add_engine_options(parser)
     add_diffusion_options(parser)
     add = parser.add_argument_group("sampling").add_argument
     add("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
@@ -94,17 +61,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compare-dense", action="store_true", help="also run dense and count equal tokens")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--traceback", action="store_true", help="show where in the code an error arose")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="weights and KV (default: float32 on CPU, where bfloat16 is slow, else bfloat16)",
-    )
-    add(
-        "--cache-dir",
-        type=Path,
-        default=os.environ.get("SPARDA_JAX_CACHE"),
-        help="where the default model is kept (SPARDA_JAX_CACHE; default: the user's cache)",
-    )
+    add_model_options(parser, os.environ.get("SPARDA_JAX_CACHE"))
     args = parser.parse_args(argv)
     if args.batch is not None and (args.prompt is not None or args.prompt_file is not None):
         parser.error("--batch holds the prompts: give neither --prompt nor --prompt-file with it")
@@ -115,16 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
                          "--offload and --compare-dense out")  # fmt: skip
         args.mode, args.offload = "dense", "none"
         return args
-    default = "default" if args.model == "default" else None
-    if args.mode is None:
-        args.mode = "sparda" if args.forecast or default else "sparse"
-    if args.mode == "sparda":
-        args.forecast = args.forecast or default
-        if args.forecast is None:
-            parser.error("--mode sparda: name the Forecast weights of this model with --forecast")
-    elif args.forecast is not None:
-        parser.error(f"--forecast is for --mode sparda, not {args.mode}")
-    args.offload = args.offload or ("none" if args.mode == "dense" else "host")
+    resolve_mode(parser, args)
     return args
 
 
@@ -185,24 +133,9 @@ def encode_prompts(
 
 def settings(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Selection rules, engine settings and sampling settings from the command line."""
-    from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
-    from sparda_jax.engine.plan import check_settings
-    from sparda_jax.forecast.files import forecast_policy
+    from sparda_jax.config import SamplingParams
 
-    trained_for = None if args.forecast is None else forecast_policy(args.forecast)
-    sparse = replace(policy(args, trained_for or SparseConfig()), dense_len=args.dense_len)
-    config = EngineConfig(
-        mode=args.mode,
-        offload=args.offload,
-        fetch=args.fetch,
-        spare_slots=args.spare_slots,
-        prefill_chunk=args.prefill_chunk,
-        steps_per_call=args.steps_per_call,
-        max_length=args.max_length,
-        device_kv_bytes=args.device_kv_gb,
-        host_kv_bytes=args.host_kv_gb,
-    )
-    check_settings(config, sparse)
+    sparse, config = engine_settings(args)
     sampling = SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

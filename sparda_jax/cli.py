@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from sparda_jax.config import SparseConfig
+    from sparda_jax.config import EngineConfig, SparseConfig
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -98,6 +98,109 @@ def policy(args: argparse.Namespace, base: SparseConfig) -> SparseConfig:
 
     fields = {name: getattr(base.geometry, name) for name in _GEOMETRY} | given(_GEOMETRY)
     return dataclasses.replace(base, geometry=BlockGeometry(**fields), **given(_RULES))
+
+
+def add_model_options(parser: argparse.ArgumentParser, cache_dir: str | None = None) -> None:
+    """Options that `load_model` reads.
+
+    Args:
+        parser: takes them.
+        cache_dir: default of `--cache-dir`.
+    """
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="weights and KV (default: float32 on CPU, where bfloat16 is slow, else bfloat16)",
+    )
+    add(
+        "--cache-dir",
+        type=Path,
+        default=cache_dir,
+        help="where the default model is kept (SPARDA_JAX_CACHE; default: the user's cache)",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Options that `resolve_mode`, `engine_settings` and `load_selector` read."""
+    group = parser.add_argument_group("attention and KV cache")
+    add = group.add_argument
+    add(
+        "--mode",
+        choices=("dense", "sparse", "sparda", "infinigen"),
+        help="who selects the blocks to attend: nobody, each layer, or the layer before, by "
+        "Forecast or InfiniGen (default: sparda where there are Forecast weights, else sparse)",
+    )
+    add(
+        "--forecast",
+        help="Forecast weights: 'default' or a safetensors file (default: for the default model "
+        "those that ship with it)",
+    )
+    add(
+        "--verify-forecast",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="refuse Forecast weights that do not name this model",
+    )
+    add(
+        "--offload",
+        choices=("none", "host"),
+        help="where the KV lives (default: none for dense, else host)",
+    )
+    add("--fetch", choices=("program", "eager"), default="program", help="who copies missed blocks")
+    add_policy_options(group, "what the Forecast was trained for, else ")
+    add("--dense-len", type=int, default=0, help="attend densely below this many tokens")
+    for place in ("device", "host"):
+        text = f"most GiB of KV on the {place} (default: all that is free)"
+        add(f"--{place}-kv-gb", type=gibibytes, help=text)
+    add("--spare-slots", type=int, default=0, help="device blocks kept beyond the budget")
+    add("--max-length", type=int, help="most tokens of a sequence (default: the model's)")
+    add("--prefill-chunk", type=int, default=512, help="prompt tokens per prefill call")
+    add("--steps-per-call", type=int, default=8, help="tokens per compiled decode call")
+
+
+def resolve_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fills in mode, Forecast weights and offload where the command line leaves them open."""
+    default = "default" if args.model == "default" else None
+    if args.mode is None:
+        args.mode = "sparda" if args.forecast or default else "sparse"
+    if args.mode == "sparda":
+        args.forecast = args.forecast or default
+        if args.forecast is None:
+            parser.error("--mode sparda: name the Forecast weights of this model with --forecast")
+    elif args.forecast is not None:
+        parser.error(f"--forecast is for --mode sparda, not {args.mode}")
+    args.offload = args.offload or ("none" if args.mode == "dense" else "host")
+
+
+def engine_settings(args: argparse.Namespace) -> tuple[SparseConfig, EngineConfig]:
+    """Selection rules and engine settings from the command line.
+
+    Raises:
+        ValueError: settings that contradict each other.
+        NotImplementedError: dense attention over offloaded KV.
+    """
+    from sparda_jax.config import EngineConfig, SparseConfig
+    from sparda_jax.engine.plan import check_settings
+    from sparda_jax.forecast.files import forecast_policy
+
+    trained_for = None if args.forecast is None else forecast_policy(args.forecast)
+    rules = policy(args, trained_for or SparseConfig())
+    sparse = dataclasses.replace(rules, dense_len=args.dense_len)
+    config = EngineConfig(
+        mode=args.mode,
+        offload=args.offload,
+        fetch=args.fetch,
+        spare_slots=args.spare_slots,
+        prefill_chunk=args.prefill_chunk,
+        steps_per_call=args.steps_per_call,
+        max_length=args.max_length,
+        device_kv_bytes=args.device_kv_gb,
+        host_kv_bytes=args.host_kv_gb,
+    )
+    check_settings(config, sparse)
+    return sparse, config
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:

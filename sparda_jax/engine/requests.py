@@ -34,6 +34,7 @@ class Piece:
 
 
 OnPiece = Callable[[Piece], None]
+OnEnd = Callable[["Handle"], None]
 
 
 @dataclasses.dataclass
@@ -154,6 +155,7 @@ class Handle:
       phase: how far it is.
       timing: when it got there.
       cached_tokens: prompt tokens whose KV was known.
+      reason: why it ended; None before that.
     """
 
     def __init__(
@@ -164,17 +166,19 @@ class Handle:
         params: SamplingParams,
         text: StopStrings | None,
         on_piece: OnPiece | None,
+        on_end: OnEnd | None,
     ):
         self.id, self.prompt, self.params = number, tuple(prompt), params
         self.phase: Phase = "queued"
         self.timing = Timing(submitted=time.perf_counter())
         self.cached_tokens = 0
         self.cancelled = False
-        self._scheduler, self._text, self._on_piece = scheduler, text, on_piece
+        self._scheduler, self._text = scheduler, text
+        self._on_piece, self._on_end = on_piece, on_end
         self._tokens: list[int] = []
         self._likelihoods: list[Likelihood] | None = None if params.logprobs is None else []
         self._pieces: list[Piece] = []
-        self._reason: FinishReason | None = None
+        self.reason: FinishReason | None = None
         self._error: str | None = None
 
     @property
@@ -201,13 +205,13 @@ class Handle:
         """Waits for the end."""
         for _ in self:
             pass
-        assert self._reason is not None
+        assert self.reason is not None
         return Result(
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached_tokens,
             tokens=self._tokens,
             text="".join(piece.text for piece in self._pieces),
-            finish_reason=self._reason,
+            finish_reason=self.reason,
             error=self._error,
             likelihoods=self._likelihoods,
             timing=self.timing,
@@ -256,11 +260,13 @@ class Handle:
             self._on_piece(piece)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """The request is over; what text was held back comes out, unless it failed."""
-        self._reason, self._error = reason, error
+        """The request is over; what text was held back is in the result, unless it failed."""
+        self.reason, self._error = reason, error
         if self._text is not None and reason in ("cancelled", "interrupted"):
             text = self._text.flush()
             if text:
                 self._pieces.append(Piece([], text, None))
         self.timing.finished = time.perf_counter()
         self.phase = "done"
+        if self._on_end is not None:
+            self._on_end(self)

@@ -373,8 +373,8 @@ class Rows:
         """One decode call for all active rows; rows that end are no longer `active` after it."""
         programs, report = self._engine.programs, self.report
         begun, compiled = time.perf_counter(), programs.compile_seconds
-        if self._call is None:
-            self._call = self._prepare()
+        self.compile()
+        assert self._call is not None
         self.state, outputs = self._call(self.state)
         outputs, lengths, active, failed = jax.device_get(
             (outputs, self.state.lengths, self.state.active, self.state.failed)
@@ -390,6 +390,11 @@ class Rows:
             self._gain(row, outputs.tokens, outputs.emitted, outputs.logprobs, column=row)
             for row in np.flatnonzero(np.any(outputs.emitted, axis=0)).tolist()
         ]
+
+    def compile(self) -> None:
+        """Compiles the decode call, which otherwise its first use does."""
+        if self._call is None:
+            self._call = self._prepare()
 
     def _prepare(self) -> Callable[[DecodeState], tuple[DecodeState, StepOutput]]:
         """How to run one decode call, compiled."""

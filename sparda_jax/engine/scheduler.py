@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from sparda_jax.cli import describe
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine.plan import check_request
 from sparda_jax.engine.prefix import PrefixIndex, reusable_tokens, settled_lag
 from sparda_jax.engine.report import FinishReason
-from sparda_jax.engine.requests import Handle, OnPiece, StopStrings
+from sparda_jax.engine.requests import Handle, OnEnd, OnPiece, StopStrings
 from sparda_jax.engine.rows import Gain, Rows
 from sparda_jax.tokenization import Tokenizer
 from sparda_jax.validation import require, require_at_least
@@ -196,6 +195,7 @@ class Scheduler:
         *,
         stop: Sequence[str] = (),
         on_piece: OnPiece | None = None,
+        on_end: OnEnd | None = None,
     ) -> Handle:
         """Accepts a request, or says why not.
 
@@ -205,6 +205,7 @@ class Scheduler:
             stop: strings that end the answer before them.
             on_piece: called with each piece, by the thread that drives; may raise, which ends this
                 request as "failed".
+            on_end: called once, when the request has ended; must not raise.
 
         Raises:
             ValueError: it can never run: names what it needs and what there is.
@@ -228,7 +229,7 @@ class Scheduler:
                     f"{len(self._queue)} requests wait and {self.running} of {self.config.rows} "
                     f"rows are in use: the queue holds {self.config.queue}"
                 )
-            handle = Handle(self, next(self._numbers), prompt, params, text, on_piece)
+            handle = Handle(self, next(self._numbers), prompt, params, text, on_piece, on_end)
             self.counters.requests += 1
             self._queue.append(handle)
             self._moved.notify_all()
@@ -317,7 +318,7 @@ class Scheduler:
                         self._take(gain)
             except Exception as error:  # the state may be gone with the call that failed
                 logger.exception("the engine failed")
-                self.broken = describe(error)
+                self.broken = f"{type(error).__name__}: {error}"
                 self._end_all("failed", f"the engine failed: {self.broken}")
             with self._moved:
                 self._moved.notify_all()
@@ -399,7 +400,7 @@ class Scheduler:
             self._remember(row, current.handle)
             self._take(stop.value)
         except Exception as error:
-            self._end(current.handle, "failed", f"prefill failed: {describe(error)}")
+            self._end(current.handle, "failed", f"prefill failed: {type(error).__name__}: {error}")
 
     def _admit(self) -> bool:
         """Gives a row to the request that waits longest and begins its prefill."""
@@ -444,7 +445,7 @@ class Scheduler:
             try:
                 reason = handle.add(gain.tokens, gain.likelihoods)
             except Exception as raised:  # of its callback or its text
-                reason, error = "failed", describe(raised)
+                reason, error = "failed", f"{type(raised).__name__}: {raised}"
             self.counters.tokens += len(handle.tokens) - before
         if reason is None and rows.failed[gain.row]:
             reason, error = "failed", "the model's logits were not finite"

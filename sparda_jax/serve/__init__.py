@@ -1,0 +1,1 @@
+"""HTTP server with the completions and chat endpoints that existing clients speak."""
