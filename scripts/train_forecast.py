@@ -35,14 +35,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_policy_options(group)
     add("--teacher-kernel", type=int, default=2, help="keys averaged into one of the teacher's")
     add("--teacher-stride", type=int, default=1, help="keys between two of the teacher's")
-    add(
-        "--target",
-        choices=("windows", "blocks"),
-        default="windows",
-        help="windows: the published loss; blocks: true attention mass of the free blocks",
-    )
-    add("--query-every", type=int, default=1, help="train on one token of so many")
-    add("--chunk-mib", type=int, default=64, help="MiB of scores formed at a time, at most")
     add("--lookahead", type=int, default=1, help="layers ahead; other than 1 to compare only")
     add = parser.add_argument_group("training").add_argument
     add("--window", type=int, help="tokens per window (default: the model's maximum length)")
@@ -96,15 +88,7 @@ def settings(args: argparse.Namespace) -> Any:
         "eval_windows",
     )
     return TrainConfig(
-        loss=LossConfig(
-            sparse,
-            args.teacher_kernel,
-            args.teacher_stride,
-            target=args.target,
-            query_every=args.query_every,
-            lookahead=args.lookahead,
-            chunk_bytes=args.chunk_mib << 20,
-        ),
+        loss=LossConfig(sparse, args.teacher_kernel, args.teacher_stride, lookahead=args.lookahead),
         **{name: getattr(args, name) for name in same},
     )
 

@@ -52,7 +52,7 @@ def test_trains_saves_and_goes_on(call, checkpoint, tmp_path):
     assert sparse.geometry.block_size == 8 and sparse.budget_blocks == 5
     assert np.isfinite(forecast.first.kernel[...]).all()
     # For comparison only: the engine would read the wrong layer's state.
-    code, printed, notes = call("--out", str(tmp_path / "two"), "--lookahead=2", "--target=blocks")
+    code, printed, notes = call("--out", str(tmp_path / "two"), "--lookahead=2")
     assert code == 0, notes
     with pytest.raises(ValueError, match="was trained to look 2 layers ahead, not 1; the engine"):
         load_forecast(printed.strip(), model)
