@@ -146,8 +146,34 @@ def decode_shape(arguments: argparse.Namespace) -> Iterator[kernel_benchmarks.Ro
         arguments.modes,
         prefix=f"decode/{arguments.model}",
         device_kv_bytes=int(arguments.device_kv_gb * 2**30),
+        trace=arguments.trace,
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
+
+
+PREFILL_NOTES = (
+    "Random weights and tokens made on the device, bfloat16; wall time from token ids to the "
+    "first token, KV of all layers on the host for sparda and sparse, on the device for dense; "
+    "runs after one that compiles and pins host memory. peak_over_weights_and_kv_gib: most "
+    "bytes in use so far in the process, less weights and what stays on the device."
+)
+
+
+def prefill(arguments: argparse.Namespace) -> None:
+    from sparda_jax.config import ModelConfig, SparseConfig
+    from sparda_jax.evaluation import prefill_benchmark
+
+    rows = prefill_benchmark.rows(
+        ModelConfig.preset(arguments.model),
+        SparseConfig(local_blocks=arguments.local_blocks, budget_blocks=arguments.budget_blocks),
+        prefill_benchmark.Prompts(
+            arguments.context, arguments.batch, arguments.chunk, arguments.repetitions
+        ),
+        arguments.modes,
+        prefix=f"prefill/{arguments.model}",
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    publish(arguments, rows, PREFILL_NOTES)
 
 
 TRAINING_NOTES = (
@@ -263,9 +289,24 @@ def main() -> None:
         help="preset: names in sparda_jax.evaluation.offload_benchmark.MODES",
     )
     command.add_argument(
+        "--trace", type=pathlib.Path, help="preset: folder for a timeline (Perfetto JSON) of a call"
+    )
+    command.add_argument(
         "--device-kv-gb", type=float, default=8.0, help="preset: GiB of KV in sparda_placed"
     )
     command.set_defaults(run=decode)
+    command = commands.add_parser("prefill", parents=[results], help="prefill of a shape, on a GPU")
+    command.add_argument("--model", default="minicpm4.1-8b", help="a preset's name")
+    command.add_argument("--context", type=int, default=131072, help="tokens of each prompt")
+    command.add_argument("--batch", type=int, default=1, help="prompts")
+    command.add_argument("--chunk", type=int, default=8192, help="tokens of a chunk")
+    command.add_argument("--repetitions", type=int, default=3, help="timed runs of each mode")
+    command.add_argument("--local-blocks", type=int, default=32, help="forced")
+    command.add_argument("--budget-blocks", type=int, default=96, help="selected")
+    command.add_argument(
+        "--modes", nargs="+", default=["sparda", "sparse", "dense"], help="what to run"
+    )
+    command.set_defaults(run=prefill)
     command = commands.add_parser(
         "training", parents=[results], help="training of the Forecast, on a GPU"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -80,8 +81,8 @@ class Workload:
 
     @property
     def steps(self) -> int:
-        """All steps, those of the first, untimed call included."""
-        return (self.calls + 1) * STEPS_PER_CALL
+        """All steps, those of the first, untimed call and of one to be recorded included."""
+        return (self.calls + 2) * STEPS_PER_CALL
 
 
 @jax.tree_util.register_dataclass
@@ -197,6 +198,7 @@ def rows(
     *,
     prefix: str,
     device_kv_bytes: int | None = None,
+    trace: pathlib.Path | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
     """One row for every workload and mode: tokens a second, after a call that fills the slots.
@@ -208,6 +210,8 @@ def rows(
       modes: names in `MODES`.
       prefix: of the rows' names.
       device_kv_bytes: what KV may take on the device, for "sparda_placed".
+      trace: folder for a timeline of one more call, a folder for every row; `perfetto_trace.json`
+        shows compute and fetch side by side.
       report: told what is being done.
 
     Raises:
@@ -220,7 +224,7 @@ def rows(
     bench = Bench(model_config, sparse, device_kv_bytes, report)
     for workload in workloads:
         for mode in modes:
-            yield bench.row(prefix, workload, mode)
+            yield bench.row(prefix, workload, mode, trace)
 
 
 class Bench:
@@ -244,6 +248,7 @@ class Bench:
         self.model = Decoder.random(model_config, dtype=jnp.bfloat16)
         self._bandwidth = Session().copy_bandwidth
         self._engines: dict[tuple, Engine] = {}
+        self._runs: dict[tuple, Run] = {}
 
     def engine(self, workload: Workload, mode: str) -> Engine:
         """The engine of a mode; workloads of one context share it and its programs."""
@@ -274,11 +279,24 @@ class Bench:
             }
         return self._engines[key]
 
-    def row(self, prefix: str, workload: Workload, mode: str) -> Row:
+    def _run_of(self, engine: Engine, workload: Workload, mode: str) -> Run:
+        """The run of a mode; workloads that differ in the hit rate alone share it."""
+        key = (mode, dataclasses.replace(workload, hit_rate=0.0))
+        if key not in self._runs:
+            self._runs = {}  # frees the last one's pool
+            self._runs = {key: Run(engine, workload, mode, self.report)}
+        return self._runs[key]
+
+    def row(
+        self, prefix: str, workload: Workload, mode: str, trace: pathlib.Path | None = None
+    ) -> Row:
         """Measures one mode."""
         engine = self.engine(workload, mode)
-        run = Run(engine, workload, mode, self.report)
-        decode = run(workload.hit_rate)
+        name = (
+            f"{prefix}/{workload.context // 1024}K/B{workload.batch}/hit{workload.hit_rate}/{mode}"
+        )
+        run = self._run_of(engine, workload, mode)
+        decode = run(workload.hit_rate, None if trace is None else trace / name)
         plan, batch = run.plan, workload.batch
         weights = memory.tree_bytes(engine.parameters.arrays)
         # What a step reads of the device's memory, at least.
@@ -294,13 +312,12 @@ class Bench:
             "host_kv_gib": plan.host_kv_bytes / 2**30,
         }
         if plan.slots:
-            alone = run(1.0).milliseconds, run.fetch_alone(decode.moved)
+            alone = run.compute_alone, run.fetch_alone(decode.moved)
             details["compute_alone_ms"], details["fetch_alone_ms"] = alone
             details["over_the_larger"] = decode.milliseconds / max(alone)
         roofline = 1e3 * max(floor, decode.moved / HOST_LINK)
         times = sorted(1e3 * batch / each for each in decode.times)
         timing = Timing(statistics.median(times), (times[0], times[-1]), len(times))
-        name = f"{prefix}/{workload.context // 1024}K/B{batch}/hit{workload.hit_rate}/{mode}"
         told = ", ".join(f"{key} {value:.4g}" for key, value in details.items())
         self.report(f"{name}: {timing.median:.0f} tok/s, {told}")
         share = roofline / decode.milliseconds
@@ -358,8 +375,11 @@ class Run:
             layers = jax.block_until_ready(one.layers) * (config.num_layers - resident)
             self._pool = (*(None,) * resident, *layers)
 
-    def __call__(self, hit_rate: float) -> Decoded:
-        """Decodes at a hit rate; the first call, which fills the slots, is not timed."""
+    def __call__(self, hit_rate: float, trace: pathlib.Path | None = None) -> Decoded:
+        """Decodes at a hit rate; the first call, which fills the slots, is not timed.
+
+        With `trace` one more call is recorded.
+        """
         engine, workload = self._engine, dataclasses.replace(self._workload, hit_rate=hit_rate)
         state = _state(engine, self.plan, workload)
         program = engine.decode_program(self.plan.num_blocks)
@@ -379,8 +399,16 @@ class Run:
                 times.append(1e3 * seconds / STEPS_PER_CALL)
                 free, hits = free + outputs.free.sum(), hits + outputs.hits.sum()
                 fetched += outputs.fetched.sum()
+        if trace is not None:
+            with jax.profiler.trace(str(trace), create_perfetto_trace=True):
+                jax.block_until_ready(program(*arguments, state, choosers))
         moved = fetched * engine.run_bytes / (workload.calls * STEPS_PER_CALL)
         return Decoded(times, hits / free, moved)
+
+    @functools.cached_property
+    def compute_alone(self) -> float:
+        """Milliseconds of a step that misses nothing."""
+        return self(1.0).milliseconds
 
     def _choosers(self, workload: Workload) -> tuple[Chooser, ...]:
         engine = self._engine

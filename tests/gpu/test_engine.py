@@ -17,7 +17,7 @@ from sparda_jax.sparse.infinigen import calibrate
 
 pytestmark = pytest.mark.gpu
 
-VOCABULARY, NEW_TOKENS = 997, 150
+VOCABULARY, NEW_TOKENS = 997, 500
 SPARSE = SparseConfig(local_blocks=2, budget_blocks=8)
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
 CONFIG = ModelConfig(
@@ -30,7 +30,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=128,
     rope=RopeConfig(128),
-    max_position_embeddings=2048,
+    max_position_embeddings=4096,
     rms_norm_eps=1e-5,
     tie_word_embeddings=False,
 )
@@ -44,8 +44,8 @@ def run():
     """Tokens and report of an engine, by dtype and settings; each is run once."""
     done = {}
 
-    def run_once(dtype="float32", **settings):
-        key = (dtype, *sorted(settings.items()))
+    def run_once(dtype="float32", idle=(), **settings):
+        key = (dtype, idle, *sorted(settings.items()))
         if key not in done:
             model = Decoder.random(CONFIG, seed=3, dtype=dtype)
             selector = {}
@@ -56,8 +56,13 @@ def run():
                 selector["infinigen"] = calibrate(model, jnp.asarray(text, jnp.int32))
             engine = Engine(model, sparse=SPARSE, config=EngineConfig(**settings), **selector)
             with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-                results, report = engine.generate(PROMPTS, GREEDY)
-            done[key] = [result.tokens for result in results], report
+                generation = engine.prepare(PROMPTS, GREEDY)
+                generation.prefill()
+                for row in idle:
+                    generation.cancel(row)
+                list(generation)
+            tokens = [result.tokens for result in generation.results()]
+            done[key] = tokens, generation.report
         return done[key]
 
     return run_once
@@ -69,16 +74,38 @@ def run():
         ("sparda", {}),
         ("sparda", {"prefetch": False}),
         ("sparda", {"fetch": "eager"}),
+        # One layer more than all offloaded, 12 MB; all three resident take 45.
+        ("sparda", {"offload": "auto", "device_kv_bytes": 24_000_000}),
         ("sparse", {}),
         ("infinigen", {}),
     ],
 )
 def test_offloaded_equals_resident(run, mode, how):
+    """500 greedy tokens of three requests of different lengths in one program."""
     resident, _ = run(mode=mode)
-    offloaded, report = run(mode=mode, offload="host", **how)
+    offloaded, report = run(mode=mode, **({"offload": "host"} | how))
+    assert [len(tokens) for tokens in offloaded] == [NEW_TOKENS] * 3
     assert offloaded == resident
     assert report.fetched_runs > 0 and report.written_back_runs > 0
     assert 0 < report.hit_rate < 1
+
+
+@pytest.mark.parametrize("mode", ["sparse", "sparda"])
+def test_a_row_gives_the_same_tokens_with_the_others_idle(run, mode):
+    live, _ = run(mode=mode, offload="host")
+    alone, _ = run(mode=mode, offload="host", idle=(1, 2))
+    assert alone[0] == live[0]
+    assert [len(tokens) for tokens in alone[1:]] == [1, 1]
+
+
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
+def test_quantised_host_kv_is_the_same_by_both_fetchers(run, stored):
+    exact, plain = run(mode="sparda", offload="host")
+    tokens, report = run(mode="sparda", offload="host", host_kv_dtype=stored)
+    eager, _ = run(mode="sparda", offload="host", host_kv_dtype=stored, fetch="eager")
+    assert tokens == eager
+    assert report.host_kv_bytes * 4 == plain.host_kv_bytes
+    assert np.mean(np.array(tokens)[:, :20] == np.array(exact)[:, :20]) > 0.5
 
 
 @pytest.mark.parametrize(
