@@ -233,3 +233,36 @@ def test_weights_are_arguments_not_constants(folder):
     model = load_safetensors(folder)
     compiled = jax.jit(lambda m, t: m(t)).lower(model, jnp.zeros((1, 4), jnp.int32))
     assert f"tensor<{model.config.vocab_size}x48xf32>" in compiled.as_text().split("\n")[1]
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_stacked_experts_equal_single_ones(tmp_path, data_dir, suffix):
+    case = data_dir / "block_diffusion" / "llada2_tiny"
+    stored = load_file(case / "model.safetensors")
+    stacked = {name: value for name, value in stored.items() if ".experts." not in name}
+    for layer in (1, 2):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            parts = [stored[f"{prefix}.{i}.{name}.weight"] for i in range(16)]
+            stacked[f"{prefix}.{name}{suffix}"] = np.stack(parts)
+    save_file(stacked, tmp_path / "model.safetensors")
+    config = json.loads((case / "config.json").read_text())
+    config["model_type"] = "llada2_moe_veomni"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_same(load_safetensors(tmp_path), load_safetensors(case))
+
+
+def test_a_tensor_in_two_shards(folder):
+    names = shard(folder)
+    tensors, first = load_file(folder / names[1]), load_file(folder / names[0])
+    other = next(iter(first))
+    tensors[other] = first[other]
+    save_file(tensors, folder / names[1])
+    fails(folder, ValueError, f"not in the shard it names: {other} (expected {names[0]}, found")
+
+
+def test_what_is_cut_off_is_named(folder):
+    path = folder / "model.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size - 8])
+    fails(folder, ValueError, f" ends at byte {size}, found {size - 8} (1 tensors cut)")
