@@ -12,6 +12,7 @@ the type with which the caller was traced:
 Ran on an H200 (jax 0.11.2), both ways, in and out of loops, in place.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Num
 
+from pallas_kernels import interpret
 from pallas_kernels.block_fetch import mosaic_quantised
 from pallas_kernels.block_fetch.tuning import SHARED_BYTES, FetchConfig, fetch_config
 
@@ -52,30 +54,46 @@ def fetch_blocks(
     """
     if source.shape[0] == 0:
         return slots
-    run, on_host = pool.shape[1:], is_host_typed(pool)
-    if not on_host:
+    if not is_host_typed(pool):
         config = config or fetch_config(_run_bytes(pool))
         _check_ring(pool, config)
-    operands = [pool, source, target, lax.reshape(count, (1,))]
-    if pool_scales is not None:
-        operands.insert(1, pool_scales)
-    kernel: Callable[..., None]
-    match config if not on_host else None, pool_scales is not None:
-        case None, False:
-            kernel = _register_fetch(run, pool.dtype, source.shape[0])
-        case None, True:
-            ctas = min(_LOAD_CTAS, source.shape[0])
-            kernel = mosaic_quantised.register_fetch(run, slots.dtype, ctas)
-        case FetchConfig() as launch, False:
-            kernel = _ring_fetch(run, pool.dtype, launch)
-        case FetchConfig() as launch, True:
-            kernel = mosaic_quantised.ring_fetch(run, pool.dtype, slots.dtype, launch)
-    if on_host:
-        # ``run_state`` would make a reference of the pool, which JAX refuses in host memory.
-        slots_ref = jax.new_ref(slots)
-        kernel(*operands, slots_ref)
-        return jax.freeze(slots_ref)
-    return _updated(slots, lambda ref: kernel(*operands, ref))
+        return _fetch_by_ring(
+            pool, slots, source, target, count, pool_scales,
+            config=config, simulated=interpret.is_active(),
+        )  # fmt: skip
+    run, ctas = pool.shape[1:], min(_LOAD_CTAS, source.shape[0])
+    # ``run_state`` would make a reference of the pool, which JAX refuses in host memory.
+    slots_ref = jax.new_ref(slots)
+    lists = (source, target, lax.reshape(count, (1,)))
+    if pool_scales is None:
+        _register_fetch(run, pool.dtype, ctas)(pool, *lists, slots_ref)
+    else:
+        kernel = mosaic_quantised.register_fetch(run, slots.dtype, ctas)
+        kernel(pool, pool_scales, *lists, slots_ref)
+    return jax.freeze(slots_ref)
+
+
+# One jit, so that a program with many layers lowers the kernel once.
+@functools.partial(jax.jit, static_argnames=("config", "simulated"))
+def _fetch_by_ring(
+    pool: Num[Array, "X 2 P H"],
+    slots: Float[Array, "Y 2 P H"],
+    source: Int32[Array, " A"],
+    target: Int32[Array, " A"],
+    count: Int32[Array, ""],
+    pool_scales: Float32[Array, "X 2"] | None,
+    *,
+    config: FetchConfig,
+    simulated: bool,
+) -> Float[Array, "Y 2 P H"]:
+    """Bulk copies; ``simulated`` only tells two traces apart."""
+    del simulated
+    run, lists = pool.shape[1:], (source, target, lax.reshape(count, (1,)))
+    if pool_scales is None:
+        kernel = _ring_fetch(run, pool.dtype, config)
+        return _updated(slots, lambda ref: kernel(pool, *lists, ref))
+    kernel = mosaic_quantised.ring_fetch(run, pool.dtype, slots.dtype, config)
+    return _updated(slots, lambda ref: kernel(pool, pool_scales, *lists, ref))
 
 
 def write_blocks(
@@ -197,7 +215,7 @@ def _ring_fetch(run: tuple[int, ...], dtype: jnp.dtype, config: FetchConfig) -> 
     )
 
 
-def _register_fetch(run: tuple[int, ...], dtype: jnp.dtype, max_runs: int) -> Callable[..., None]:
+def _register_fetch(run: tuple[int, ...], dtype: jnp.dtype, ctas: int) -> Callable[..., None]:
     """Kernel (pool, source, target, count, slots_ref): loads and stores through registers."""
     elements = math.prod(run)
     if elements % _THREADS:
@@ -206,7 +224,6 @@ def _register_fetch(run: tuple[int, ...], dtype: jnp.dtype, max_runs: int) -> Ca
         )
     vector = math.gcd(elements // _THREADS, 16 // dtype.itemsize)
     layout = plgpu.Layout.WG_STRIDED(run, vec_size=vector)
-    ctas = min(_LOAD_CTAS, max_runs)
 
     def fetch_blocks_registers(pool, source, target, count, slots):
         cta = lax.axis_index("cta")

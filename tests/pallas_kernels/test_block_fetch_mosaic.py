@@ -54,7 +54,7 @@ def test_registers_copy_exactly_the_named_runs():
 
     # The simulator has no host-typed references: a device pool through the same kernel.
     pool, slots, source, target = _operands(np.random.default_rng(1), (2, 16, 64))
-    kernel = mosaic._register_fetch(pool.shape[1:], pool.dtype, 30)
+    kernel = mosaic._register_fetch(pool.shape[1:], pool.dtype, 16)
 
     @jax.jit
     def call(pool, slots, source, target, count):
