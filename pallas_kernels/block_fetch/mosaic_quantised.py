@@ -2,7 +2,7 @@
 
 Half the bytes over the link; the multiprocessors that copy also convert.  Two ways, as in
 ``mosaic.py``: bulk copies into shared memory, or loads into registers for a ``<host>``-typed pool.
-Simulated with race detection; rates in docs/decode_kernels.md.
+Ran on an H200 (jax 0.11.2), both ways.
 """
 
 import math
