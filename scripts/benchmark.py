@@ -176,6 +176,55 @@ def prefill(arguments: argparse.Namespace) -> None:
     publish(arguments, rows, PREFILL_NOTES)
 
 
+SERVING_NOTES = (
+    "Random weights and tokens, greedy, answers of a fixed length. offline: one batch through "
+    "Engine.generate, prefill included. saturated: all requests there at once, one prompt at a "
+    "time prefilled between decode calls; load0.5: Poisson arrivals at half that request rate. "
+    "prefix: two questions about one document, time to first token."
+)
+
+
+def serving(arguments: argparse.Namespace) -> None:
+    import jax.numpy as jnp
+
+    from sparda_jax.config import EngineConfig, ModelConfig, SparseConfig
+    from sparda_jax.engine.generate import Engine
+    from sparda_jax.evaluation import serving_benchmark
+    from sparda_jax.forecast.projection import Forecast
+    from sparda_jax.models.decoder import Decoder
+
+    shape, dtype = ModelConfig.preset(arguments.model), jnp.dtype("bfloat16")
+    config = EngineConfig(
+        mode="sparda",
+        offload="host",
+        prefill_chunk=arguments.chunk,
+        max_length=max(arguments.context + arguments.answer, arguments.document + 256),
+    )
+    engine = Engine(
+        Decoder.random(shape, dtype=dtype),
+        sparse=SparseConfig(
+            local_blocks=arguments.local_blocks, budget_blocks=arguments.budget_blocks
+        ),
+        config=config,
+        forecast=Forecast.random(shape, dtype=dtype),
+    )
+    rows = serving_benchmark.rows(
+        engine,
+        serving_benchmark.Load(
+            arguments.context,
+            arguments.answer,
+            arguments.requests,
+            arguments.rows,
+            arguments.prefill_ms / 1000,
+        ),
+        arguments.load,
+        arguments.document,
+        f"serving/{arguments.model}",
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    publish(arguments, rows, SERVING_NOTES)
+
+
 TRAINING_NOTES = (
     "Random weights and tokens made on the device, bfloat16 backbone, float32 projections.  Peak "
     "memory: bytes in use at most, weights included.  part/...: of a whole step, each timed in a "
@@ -255,6 +304,25 @@ def quality_report(arguments: argparse.Namespace) -> None:
     page.plot(rows, arguments.page.with_suffix(".svg"))
 
 
+def loading(arguments: argparse.Namespace) -> None:
+    from sparda_jax.evaluation import loading_benchmark
+
+    rows = loading_benchmark.rows(
+        arguments.model,
+        arguments.folder,
+        devices=arguments.devices,
+        context=arguments.context,
+        batch=arguments.batch,
+    )
+    publish(
+        arguments,
+        rows,
+        "Random weights under a preset's names, in shards of 5 GiB, once each. read: all shards "
+        "into a buffer just before; copy: a plain array to the device. peak_host: over what was "
+        "used before. Decode: sparda, offloaded, random Forecast, 64 tokens.",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     results = argparse.ArgumentParser(add_help=False)
@@ -299,7 +367,7 @@ def main() -> None:
     command.add_argument("--model", default="minicpm4.1-8b", help="a preset's name")
     command.add_argument("--context", type=int, default=131072, help="tokens of each prompt")
     command.add_argument("--batch", type=int, default=1, help="prompts")
-    command.add_argument("--chunk", type=int, default=8192, help="tokens of a chunk")
+    command.add_argument("--chunk", type=int, default=4096, help="tokens of a chunk")
     command.add_argument("--repetitions", type=int, default=3, help="timed runs of each mode")
     command.add_argument("--local-blocks", type=int, default=32, help="forced")
     command.add_argument("--budget-blocks", type=int, default=96, help="selected")
@@ -307,6 +375,32 @@ def main() -> None:
         "--modes", nargs="+", default=["sparda", "sparse", "dense"], help="what to run"
     )
     command.set_defaults(run=prefill)
+    command = commands.add_parser(
+        "serving", parents=[results], help="requests that come and go, a shape's on a GPU"
+    )
+    command.add_argument("--model", default="minicpm4.1-8b", help="a preset's name")
+    command.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
+    command.add_argument("--answer", type=int, default=256, help="tokens of each answer")
+    command.add_argument("--requests", type=int, default=32, help="of each measurement")
+    command.add_argument("--rows", type=int, default=16, help="requests at the same time")
+    command.add_argument("--chunk", type=int, default=512, help="tokens of a prefill chunk")
+    command.add_argument("--prefill-ms", type=float, default=50, help="between two decode calls")
+    command.add_argument(
+        "--load", type=float, nargs="*", default=[0.5, 0.8], help="shares of the saturated rate"
+    )
+    command.add_argument("--document", type=int, default=65536, help="asked about twice; 0: none")
+    command.add_argument("--local-blocks", type=int, default=32, help="forced")
+    command.add_argument("--budget-blocks", type=int, default=96, help="selected")
+    command.set_defaults(run=serving)
+    command = commands.add_parser(
+        "loading", parents=[results], help="a synthetic checkpoint: written, loaded, decoded"
+    )
+    command.add_argument("--model", default="minicpm4.1-8b", help="a preset's name")
+    command.add_argument("--folder", type=pathlib.Path, required=True, help="for the checkpoint")
+    command.add_argument("--devices", type=int, default=1, help="that share the heads")
+    command.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
+    command.add_argument("--batch", type=int, default=4, help="requests")
+    command.set_defaults(run=loading)
     command = commands.add_parser(
         "training", parents=[results], help="training of the Forecast, on a GPU"
     )

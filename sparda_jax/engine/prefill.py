@@ -33,14 +33,27 @@ def _pad_tokens(rows: Float[Array, "B T K H"], length: int) -> Float[Array, "B S
     return jnp.pad(rows, ((0, 0), (0, length - rows.shape[1]), (0, 0), (0, 0)))
 
 
+def _joined(parts: Float[Array, "X B T K H"]) -> Float[Array, "B XT K H"]:
+    """Chunks one after the other."""
+    rows = jnp.moveaxis(parts, 0, 1)
+    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+
 def layer_keys_values(
-    layer: DecoderLayer, rope: RopeTable, x: Float[Array, "B T D"], length: int
+    layer: DecoderLayer, rope: RopeTable, x: Float[Array, "B T D"], length: int, chunk: int
 ) -> DenseCache:
-    """Keys and values of every token of the prompt, padded to ``length`` tokens."""
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    cos, sin = rope_rows(rope, positions)
-    _, k, v = layer.qkv(x, cos, sin)
-    return DenseCache(k=_pad_tokens(k, length), v=_pad_tokens(v, length))
+    """Keys and values of every token of the prompt, padded to ``length`` tokens.
+
+    Chunk by chunk: the normed hidden states of all tokens would be as large as these themselves.
+    """
+
+    def part(start: Array) -> tuple[Array, Array]:
+        some = jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
+        positions = jnp.broadcast_to(start + jnp.arange(chunk), some.shape[:2])
+        return layer.qkv(some, *rope_rows(rope, positions))[1:]
+
+    k, v = jax.lax.map(part, jnp.arange(0, x.shape[1], chunk))
+    return DenseCache(*(_pad_tokens(_joined(rows), length) for rows in (k, v)))
 
 
 def layer_blocks(
@@ -49,6 +62,7 @@ def layer_blocks(
     x: Float[Array, "B T D"],
     sparse: SparseConfig,
     num_blocks: int,
+    chunk: int,
 ) -> tuple[Float[Array, "B K M 2 P H"], Float[Array, "B K C H"]]:
     """KV blocks and compressed keys of every token of the prompt.
 
@@ -56,7 +70,7 @@ def layer_blocks(
     position, and decode overwrites them.
     """
     size = sparse.geometry.block_size
-    cache = layer_keys_values(layer, rope, x, num_blocks * size)
+    cache = layer_keys_values(layer, rope, x, num_blocks * size, chunk)
     compressed = compress_keys(cache.k.transpose(0, 2, 1, 3), sparse.geometry)
     return to_blocks(cache.k, cache.v, size), compressed
 
@@ -132,11 +146,20 @@ def sparse_chunk(
 
 
 def first_forecast(
-    layer: DecoderLayer, rope: RopeTable, x: Float[Array, "B T D"], kernel: Float[Array, "D KH"]
+    layer: DecoderLayer,
+    rope: RopeTable,
+    x: Float[Array, "B T D"],
+    kernel: Float[Array, "D KH"],
+    chunk: int,
 ) -> Float[Array, "B T K H"]:
-    """Forecast queries of every token for layer 0, by its own projection."""
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    return project(kernel, layer.attention_norm(x), *rope_rows(rope, positions))
+    """Forecast queries of every token for layer 0, by its own projection, chunk by chunk."""
+
+    def part(start: Array) -> Array:
+        some = jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1)
+        positions = jnp.broadcast_to(start + jnp.arange(chunk), some.shape[:2])
+        return project(kernel, layer.attention_norm(some), *rope_rows(rope, positions))
+
+    return _joined(jax.lax.map(part, jnp.arange(0, x.shape[1], chunk)))
 
 
 def forecast_chunk(

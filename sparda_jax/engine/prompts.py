@@ -71,11 +71,13 @@ class PromptRun:
         sparse, rope, arrays = engine.sparse, engine.rope, engine.layers[index].arrays
         if engine.config.mode == "dense":
             length = plan.num_blocks * sparse.geometry.block_size
-            make = programs.on_layer(prefill.layer_keys_values, length=length)
+            make = programs.on_layer(prefill.layer_keys_values, length=length, chunk=chunk)
             dense: DenseCache = make(arrays, rope, x)
             run = programs.on_layer(prefill.dense_chunk, donate=(2,), size=chunk)
             return lambda x, at: run(arrays, rope, x, at, dense), dense
-        make = programs.on_layer(prefill.layer_blocks, sparse=sparse, num_blocks=plan.num_blocks)
+        make = programs.on_layer(
+            prefill.layer_blocks, sparse=sparse, num_blocks=plan.num_blocks, chunk=chunk
+        )
         kv, compressed = make(arrays, rope, x)
         cache = self._sparse_cache(index, kv, compressed, lengths)
         if engine.config.mode != "sparda":
@@ -83,7 +85,8 @@ class PromptRun:
             return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
         if index == 0:
             kernel = engine.forecast_kernel(0)
-            self._forecast = programs.on_layer(prefill.first_forecast)(arrays, rope, x, kernel)
+            first = programs.on_layer(prefill.first_forecast, chunk=chunk)
+            self._forecast = first(arrays, rope, x, kernel)
         # The last layer has no next one; what its projection makes is not looked at.
         kernel = engine.forecast_kernel(min(index + 1, len(engine.layers) - 1))
         look = programs.on_layer(prefill.forecast_chunk, donate=(2, 3), size=chunk, sparse=sparse)

@@ -206,7 +206,8 @@ class _LayerRun:
             return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
         if index == 0:
             kernel = engine.forecast_kernel(0)
-            self._forecast = programs.on_layer(prefill.first_forecast)(arrays, rope, x, kernel)
+            first = programs.on_layer(prefill.first_forecast, chunk=size)
+            self._forecast = first(arrays, rope, x, kernel)
         # The last layer has no next one; what its projection makes is not looked at.
         kernel = engine.forecast_kernel(min(index + 1, len(engine.layers) - 1))
         look = programs.on_layer(prefill.forecast_chunk, donate=(2, 3), size=size, sparse=sparse)

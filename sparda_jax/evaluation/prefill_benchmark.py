@@ -40,7 +40,7 @@ class Prompts:
 
     context: int
     batch: int = 1
-    chunk: int = 8192
+    chunk: int = 4096
     repetitions: int = 3
 
 
