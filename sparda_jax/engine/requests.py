@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from sparda_jax.config import SamplingParams
+from sparda_jax.engine.batch import Likelihood
 from sparda_jax.engine.report import FinishReason
-from sparda_jax.engine.rows import Likelihood
 from sparda_jax.tokenization import StreamDecoder
 
 if TYPE_CHECKING:

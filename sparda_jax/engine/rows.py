@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,21 +13,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from host_offload import memory
-from host_offload.fetch import EagerFetcher
-from host_offload.host_pool import HostPool
 from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
 from sparda_jax.engine import prefill
-from sparda_jax.engine.eager import eager_step
+from sparda_jax.engine.batch import Batch, Gain
 from sparda_jax.engine.plan import BatchPlan, plan_sizes
 from sparda_jax.engine.report import Report
 from sparda_jax.engine.state import (
     DecodeState,
     DenseCache,
     LayerCache,
-    LogProbabilities,
     SamplingState,
     SparseCache,
-    StepOutput,
     sampling_fields,
 )
 from sparda_jax.engine.units import LayerKV, LayerRow, Prompt, capacities, run_prompt
@@ -137,51 +132,15 @@ def read_tokens(cache: DenseCache, row: Int[Array, ""], *, count: int) -> DenseC
     return DenseCache(read(cache.k), read(cache.v))
 
 
-@dataclasses.dataclass(frozen=True)
-class Likelihood:
-    """How likely one token was, by the model.
-
-    Attributes:
-      drawn: its log-probability.
-      top: the likeliest tokens and their log-probabilities, likeliest first.
-    """
-
-    drawn: float
-    top: list[tuple[int, float]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Gain:
-    """What one row gained in one call.
-
-    Attributes:
-      row: which.
-      tokens: drawn, in order; the stop token included.
-      likelihoods: of each; None where the request did not ask.
-    """
-
-    row: int
-    tokens: list[int]
-    likelihoods: list[Likelihood] | None
-
-
-class Rows:
+class Rows(Batch):
     """B rows of one decode state, and of the host pool, in which requests are run.
 
     A request is prefilled alone, in units between which the others decode, and then takes a row.
     A row that has none computes along idle. Which row is free is the caller's business.
 
     Attributes:
-      batch: B.
       max_length: tokens that a prompt and its answer may have together.
       chunk: tokens of a prefill chunk, whole blocks.
-      plan: sizes of all rows.
-      state: of all rows.
-      pool: their blocks on the host; None when the KV is resident.
-      lengths: tokens whose KV is cached, of each row.
-      active: rows that still generate.
-      failed: rows that met logits which are not finite.
-      report: counters since the start.
 
     Raises:
       ValueError: rows that do not fit in memory; says how many would.
@@ -190,29 +149,24 @@ class Rows:
     def __init__(self, engine: Engine, batch: int, max_length: int, *, stop_width: int = 8):
         size = engine.sparse.geometry.block_size
         self._engine, self._stop_width = engine, stop_width
-        self.batch, self.max_length = batch, max_length
+        self.max_length = max_length
         self.chunk = -(-min(engine.config.prefill_chunk, max_length) // size) * size
         self._capacities = capacities(self.chunk, max_length)
-        self.plan = self._plan(batch)
-        check_rows(self.plan, self._plan(1), engine.config, engine.device)
-        self.pool: HostPool | None = None
-        self.state = self._empty_state()
-        if self.plan.slots:
-            self.pool = engine.host_pool(self.plan)
-            for index in range(self.plan.resident_layers, len(engine.layers)):
-                self.pool.store_layer(index, self._empty_blocks())
-        self.lengths = np.zeros(batch, np.int32)
-        self.active = np.zeros(batch, bool)
-        self.failed = np.zeros(batch, bool)
-        self._alternatives: list[int | None] = [None] * batch  # that each row's request asks for
-        scales = 0 if self.pool is None else self.pool.scale_bytes
-        self.report = Report(
-            device_kv_bytes=memory.tree_bytes(self.state.layers) + scales,
-            host_kv_bytes=0 if self.pool is None else self.pool.nbytes,
-            full_kv_bytes=self.plan.full_kv_bytes,
+        plan = self._plan(batch)
+        check_rows(plan, self._plan(1), engine.config, engine.device)
+        state, pool = self._empty_state(plan), None
+        if plan.slots:
+            pool = engine.host_pool(plan)
+            for index in range(plan.resident_layers, len(engine.layers)):
+                pool.store_layer(index, self._empty_blocks(plan))
+        scales = 0 if pool is None else pool.scale_bytes
+        report = Report(
+            device_kv_bytes=memory.tree_bytes(state.layers) + scales,
+            host_kv_bytes=0 if pool is None else pool.nbytes,
+            full_kv_bytes=plan.full_kv_bytes,
             run_bytes=engine.run_bytes,
         )
-        self._call: Callable[[DecodeState], tuple[DecodeState, StepOutput]] | None = None
+        super().__init__(engine, plan, state, pool, report)
 
     def _plan(self, batch: int) -> BatchPlan:
         engine, length = self._engine, self._capacities[-1]
@@ -227,8 +181,8 @@ class Rows:
             partial_channels=engine.partial_channels,
         )
 
-    def _empty_state(self) -> DecodeState:
-        engine, batch = self._engine, self.batch
+    def _empty_state(self, plan: BatchPlan) -> DecodeState:
+        engine, batch = self._engine, plan.batch
         nobody = [SamplingParams(max_new_tokens=1)] * batch
         fields = {
             "lengths": np.zeros(batch, np.int32),
@@ -237,16 +191,14 @@ class Rows:
             "failed": np.zeros(batch, bool),
             "remaining": np.zeros(batch, np.int32),
         }
-        layers = []
+        layers, resident = [], dataclasses.replace(plan, slots=0)
         for index in range(len(engine.layers)):
             make = engine.programs.plain(
                 empty_layer,
                 model=engine.model.config,
                 sparse=engine.sparse,
                 dense=engine.config.mode == "dense",
-                plan=self.plan
-                if index >= self.plan.resident_layers
-                else dataclasses.replace(self.plan, slots=0),
+                plan=plan if index >= plan.resident_layers else resident,
                 partial=engine.partial_channels if index else 0,
                 dtype=engine.model.dtype,
             )
@@ -254,8 +206,8 @@ class Rows:
         sampling = SamplingState(**engine.put(sampling_fields(nobody, width=self._stop_width)))
         return DecodeState(sampling=sampling, layers=tuple(layers), **engine.put(fields))
 
-    def _empty_blocks(self) -> jax.Array:
-        engine, plan = self._engine, self.plan
+    def _empty_blocks(self, plan: BatchPlan) -> jax.Array:
+        engine = self._engine
         config, size = engine.model.config, engine.sparse.geometry.block_size
         shape = (plan.batch, config.num_kv_heads, plan.num_blocks, 2, size, config.head_dim)
         make = engine.programs.plain(jnp.zeros, shape=shape, dtype=engine.model.dtype)
@@ -314,32 +266,12 @@ class Rows:
         insert = engine.programs.plain(insert_row, donate=(0,))
         self.state = insert(self.state, one, layers, at)
         drawn, active, failed = jax.device_get((drawn, one.active, one.failed))
-        self._alternatives[row] = request.logprobs
+        self.alternatives[row] = request.logprobs
         self.lengths[row] = len(tokens)
         self.active[row], self.failed[row] = active[0], failed[0]
         self.report.prefill_tokens += len(tokens) - known
         # As the outputs of a call of one step.
-        return self._gain(row, *jax.tree.map(lambda leaf: leaf[None], drawn), column=0)
-
-    def _gain(
-        self,
-        row: int,
-        tokens: np.ndarray,
-        emitted: np.ndarray,
-        logprobs: LogProbabilities,
-        *,
-        column: int,
-    ) -> Gain:
-        """What a row gained, from outputs stacked over steps."""
-        steps, count = np.flatnonzero(emitted[:, column]), self._alternatives[row]
-        likelihoods = None
-        if count is not None:
-            of_row = jax.tree.map(lambda leaf: leaf[steps, column].tolist(), logprobs)
-            likelihoods = [
-                Likelihood(drawn, list(zip(ids[:count], top[:count], strict=True)))
-                for drawn, ids, top in zip(of_row.drawn, of_row.top_tokens, of_row.top, strict=True)
-            ]
-        return Gain(row, tokens[steps, column].tolist(), likelihoods)
+        return self.gain(row, *jax.tree.map(lambda leaf: leaf[None], drawn), column=0)
 
     def _read(self, row: jax.Array, capacity: int, index: int) -> LayerKV:
         """KV of a layer of a row, from wherever it is."""
@@ -362,77 +294,6 @@ class Rows:
             return False
         self.pool.write_row(index, kv, row, self._engine.put(np.int32(0)))
         return True
-
-    def stop(self, row: int) -> None:
-        """Ends a row between two calls; it stays as it is until another request takes it."""
-        self.active[row] = False
-        active = self._engine.put(self.active)
-        self.state = dataclasses.replace(self.state, active=active)
-
-    def decode(self) -> list[Gain]:
-        """One decode call for all active rows; rows that end are no longer `active` after it."""
-        programs, report = self._engine.programs, self.report
-        begun, compiled = time.perf_counter(), programs.compile_seconds
-        self.compile()
-        assert self._call is not None
-        self.state, outputs = self._call(self.state)
-        outputs, lengths, active, failed = jax.device_get(
-            (outputs, self.state.lengths, self.state.active, self.state.failed)
-        )
-        self._write_back(lengths)
-        # Copies: what device_get returns may be the device's memory and read-only.
-        self.lengths, self.active, self.failed = (np.array(a) for a in (lengths, active, failed))
-        late = programs.compile_seconds - compiled
-        report.decode_compile_seconds += late
-        report.decode_seconds += time.perf_counter() - begun - late
-        report.add_steps(outputs)
-        return [
-            self._gain(row, outputs.tokens, outputs.emitted, outputs.logprobs, column=row)
-            for row in np.flatnonzero(np.any(outputs.emitted, axis=0)).tolist()
-        ]
-
-    def compile(self) -> None:
-        """Compiles the decode call, which otherwise its first use does."""
-        if self._call is None:
-            self._call = self._prepare()
-
-    def _prepare(self) -> Callable[[DecodeState], tuple[DecodeState, StepOutput]]:
-        """How to run one decode call, compiled."""
-        engine, pool = self._engine, self.pool
-        arrays, rope, num_blocks = engine.parameters.arrays, engine.rope, self.plan.num_blocks
-        if pool is not None:
-            # Compiles the write-back, which is first needed some tokens later; writes nothing.
-            pool.write_back(self._tails(), engine.put(np.full(self.batch, -1, np.int32)))
-        if pool is not None and engine.config.fetch == "eager":
-            fetcher = EagerFetcher(pool, engine.device)
-            return lambda state: eager_step(
-                engine.programs,
-                engine.parameters,
-                engine.layers,
-                rope,
-                state,
-                fetcher,
-                engine.sparse,
-                num_blocks,
-                engine.choosers,
-                engine.config.top_logprobs,
-            )
-        program = engine.decode_program(num_blocks)
-        program.compile(arrays, rope, pool and pool.layers, self.state, engine.choosers)
-        return lambda state: program(arrays, rope, pool and pool.layers, state, engine.choosers)
-
-    def _tails(self) -> tuple[jax.Array, ...]:
-        return tuple(cache.tail for cache in self.state.layers if isinstance(cache, SparseCache))
-
-    def _write_back(self, lengths: np.ndarray) -> None:
-        """Writes the tail blocks that filled between ``self.lengths`` and ``lengths``."""
-        engine, size = self._engine, self._engine.sparse.geometry.block_size
-        filled = lengths // size > self.lengths // size
-        if self.pool is not None and np.any(filled):
-            targets = np.where(filled, lengths // size - 1, -1).astype(np.int32)
-            self.pool.write_back(self._tails(), engine.put(targets))
-            heads, layers = engine.model.config.num_kv_heads, engine.model.config.num_layers
-            self.report.written_back_runs += int(np.sum(filled)) * heads * layers
 
 
 def check_rows(plan: BatchPlan, one: BatchPlan, config: EngineConfig, device: jax.Device) -> None:

@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     import uvicorn
 
     from sparda_jax.engine.generate import Engine
-    from sparda_jax.engine.scheduler import Scheduler, SchedulerConfig
+    from sparda_jax.engine.scheduler import Scheduler
+    from sparda_jax.engine.service import SchedulerConfig
     from sparda_jax.serve.app import Server, ServerConfig
 
     sparse, config = engine_settings(args)

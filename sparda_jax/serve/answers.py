@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sparda_jax.engine.batch import Likelihood
 from sparda_jax.engine.requests import Handle, Result
-from sparda_jax.engine.rows import Likelihood
 from sparda_jax.tokenization import Tokenizer
 
 

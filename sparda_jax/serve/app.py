@@ -21,7 +21,8 @@ from starlette.types import Message, Send
 
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine.requests import Handle, Piece
-from sparda_jax.engine.scheduler import QueueFullError, Scheduler
+from sparda_jax.engine.scheduler import Scheduler
+from sparda_jax.engine.service import QueueFullError
 from sparda_jax.serve.answers import Answers, finish_reason, results_of
 from sparda_jax.serve.metrics import Metrics
 from sparda_jax.serve.protocol import Ask, BadRequestError, error_body, parse_json, parse_request

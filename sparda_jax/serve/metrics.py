@@ -89,9 +89,9 @@ class Metrics(Collector):
         gauges = {
             "queue": (scheduler.waiting, "Requests waiting for a row"),
             "rows_used": (scheduler.running, "Rows in use"),
-            "rows": (rows.batch, "Rows"),
+            "rows": (rows.plan.batch, "Rows"),
             "blocks_used": (scheduler.blocks_used, "KV blocks of running requests, each layer"),
-            "blocks": (rows.batch * rows.plan.num_blocks, "KV blocks, each layer"),
+            "blocks": (rows.plan.batch * rows.plan.num_blocks, "KV blocks, each layer"),
             "device_kv_bytes": (report.device_kv_bytes, "KV and what belongs to it on the device"),
             "host_kv_bytes": (report.host_kv_bytes, "KV on the host"),
         }

@@ -25,7 +25,8 @@ from sparda_jax.config import (  # noqa: E402
     SparseConfig,
 )
 from sparda_jax.engine.generate import Engine  # noqa: E402
-from sparda_jax.engine.scheduler import Scheduler, SchedulerConfig  # noqa: E402
+from sparda_jax.engine.scheduler import Scheduler  # noqa: E402
+from sparda_jax.engine.service import SchedulerConfig  # noqa: E402
 from sparda_jax.models.decoder import Decoder  # noqa: E402
 from sparda_jax.serve.app import PatientStream, Server, ServerConfig  # noqa: E402
 from sparda_jax.tokenization import Tokenizer  # noqa: E402

@@ -1,0 +1,191 @@
+"""Random requests that come, go and are cancelled; and what must hold after them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pallas_kernels.geometry import BlockGeometry
+from sparda_jax.config import (
+    EngineConfig,
+    Mode,
+    ModelConfig,
+    Offload,
+    RopeConfig,
+    SamplingParams,
+    SparseConfig,
+)
+from sparda_jax.engine.generate import Engine
+from sparda_jax.engine.requests import Handle, Result
+from sparda_jax.engine.scheduler import Scheduler
+from sparda_jax.forecast.projection import Forecast
+from sparda_jax.models.decoder import Decoder
+
+Asked = tuple[tuple[int, ...], SamplingParams]
+
+
+def draw_requests(count: int, vocabulary: int, length: int, seed: int) -> list[Asked]:
+    """Random prompts, some of which begin alike, with random settings.
+
+    Args:
+        count: how many.
+        vocabulary: V.
+        length: tokens of prompt and answer together, at most.
+        seed: of everything.
+    """
+    rng = np.random.default_rng(seed)
+    stems = rng.integers(0, vocabulary, (4, length))
+    requests: list[Asked] = []
+    for _ in range(count):
+        new = int(rng.integers(1, 20))
+        size = int(rng.integers(1, length - new + 1))
+        prompt = stems[rng.integers(len(stems)), :size].copy()
+        tail = int(rng.integers(0, min(size, 12)))
+        prompt[size - tail :] = rng.integers(0, vocabulary, tail)
+        params = SamplingParams(
+            max_new_tokens=new,
+            temperature=float(rng.choice([0.0, 0.7, 1.3])),
+            top_k=int(rng.choice([0, 5])),
+            top_p=float(rng.choice([1.0, 0.8])),
+            min_p=float(rng.choice([0.0, 0.1])),
+            seed=int(rng.integers(1000)),
+            stop_token_ids=tuple(rng.integers(0, vocabulary, rng.integers(0, 4)).tolist()),
+            logprobs=[None, 0, 2][rng.integers(3)],
+        )
+        requests.append((tuple(prompt.tolist()), params))
+    return requests
+
+
+def run_together(
+    scheduler: Scheduler, requests: Sequence[Asked], seed: int, *, doomed: float = 1 / 3
+) -> list[Handle]:
+    """Submits requests at random times and cancels some at random points; runs all to their end.
+
+    Args:
+        scheduler: without a thread of its own.
+        requests: in the order of their arrival.
+        seed: of the times.
+        doomed: share that is cancelled, unless it ends before.
+    """
+    rng = np.random.default_rng(seed)
+    waiting, handles = list(reversed(requests)), list[Handle]()
+    end = {}  # step at which a request is cancelled
+    steps = 0
+    while waiting or scheduler.running or scheduler.waiting:
+        for _ in range(rng.integers(0, 4)):
+            if waiting:
+                handle = scheduler.submit(*waiting.pop())
+                handles.append(handle)
+                if rng.random() < doomed:
+                    # Most are cancelled in the queue, in prefill or soon after it.
+                    end[handle] = steps + int(rng.integers(0, 12 + 3 * scheduler.waiting))
+        for handle in [each for each, at in end.items() if at <= steps]:
+            handle.cancel()
+            del end[handle]
+        scheduler.step()
+        steps += 1
+    return handles
+
+
+def differences(got: Result, alone: Result) -> Iterator[str]:
+    """What a result has otherwise than the same request alone; a cancelled one has less."""
+    whole = got.finish_reason != "cancelled"
+    count = len(alone.tokens) if whole else len(got.tokens)
+    if got.tokens != alone.tokens[:count]:
+        yield f"tokens {got.tokens}, alone {alone.tokens}"
+    if whole and got.finish_reason != alone.finish_reason:
+        yield f"ended by {got.finish_reason}, alone {alone.finish_reason}"
+    if (got.likelihoods is None) != (alone.likelihoods is None):
+        yield "log-probabilities only in one"
+    for mine, other in zip(got.likelihoods or [], alone.likelihoods or [], strict=False):
+        here, there = ([each.drawn, *(value for _, value in each.top)] for each in (mine, other))
+        if not np.allclose(here, there, atol=1e-4):
+            yield f"log-probabilities {mine}, alone {other}"
+
+
+def leaks(scheduler: Scheduler, requests: int) -> Iterator[str]:
+    """What an idle scheduler still holds, and counters that do not add up.
+
+    Args:
+        scheduler: that has run all its requests.
+        requests: how many it accepted.
+    """
+    counters, rows = scheduler.counters, scheduler.rows
+    for name, value in {
+        "running": scheduler.running,
+        "waiting": scheduler.waiting,
+        "blocks_used": scheduler.blocks_used,
+        "active rows": int(rows.active.sum()),
+        "rows not free": rows.plan.batch - scheduler.free_rows,
+        "requests not accepted": requests - counters.requests,
+        "requests not finished": counters.requests - counters.finished.total(),
+    }.items():
+        if value:
+            yield f"{name}: {value}"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Of one round.
+
+    Attributes:
+        results: of all requests.
+        wrong: everything that should not be, in words.
+    """
+
+    results: list[Result]
+    wrong: list[str]
+
+
+def check_round(scheduler: Scheduler, alone: Scheduler, requests: Sequence[Asked]) -> Outcome:
+    """Runs requests together and each alone, and compares.
+
+    Args:
+        scheduler: runs them together.
+        alone: runs each by itself, all its other rows idle; reuses no prefix.
+        requests: what to run.
+    """
+    before = scheduler.counters.requests
+    handles = run_together(scheduler, requests, seed=len(requests) + before)
+    results = [handle.result() for handle in handles]
+    wrong = list(leaks(scheduler, before + len(requests)))
+    for number, (asked, result) in enumerate(zip(requests, results, strict=True)):
+        expected = alone.submit(*asked).result()
+        wrong += [f"request {number}: {text}" for text in differences(result, expected)]
+    return Outcome(results, wrong)
+
+
+def tiny_engine(mode: Mode, offload: Offload, length: int) -> Engine:
+    """A random model of two layers whose sequences span many small blocks.
+
+    Args:
+        mode: see `EngineConfig`; not "infinigen", which needs calibration.
+        offload: likewise.
+        length: tokens of a sequence.
+    """
+    config = ModelConfig(
+        family="llama",
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope=RopeConfig(16),
+        max_position_embeddings=length,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    )
+    return Engine(
+        Decoder.random(config, seed=3),
+        sparse=SparseConfig(
+            geometry=BlockGeometry(8, 4, 2), init_blocks=1, local_blocks=2, budget_blocks=6
+        ),
+        config=EngineConfig(
+            mode=mode, offload=offload, prefill_chunk=length // 2, steps_per_call=4, top_logprobs=2
+        ),
+        forecast=Forecast.random(config, seed=4) if mode == "sparda" else None,
+    )
