@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparda_jax.cli import (
     EXIT_INTERRUPTED,
@@ -30,6 +30,13 @@ from sparda_jax.cli import (
     read_text,
     resolve_mode,
 )
+
+if TYPE_CHECKING:
+    from sparda_jax.engine.generate import Engine
+    from sparda_jax.engine.plan import BatchPlan
+
+# What the printed cost model takes for granted: the benchmark's, see docs/offload.md.
+HIT_RATE = 0.9
 
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -201,15 +208,30 @@ def texts_of(results: Any, tokenizer: Any, stops: tuple[int, ...]) -> list[str]:
 
 
 def introduce(
-    prompts: list[list[int]], args: argparse.Namespace, model: Any, tokenizer: Any
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    engine: Engine,
+    plan: BatchPlan,
+    tokenizer: Any,
 ) -> None:
     """What is about to run; for the demo also the question and where its answer stands."""
     from sparda_jax import demo
+    from sparda_jax.engine import placement
+
+    model = engine.model
 
     made_for = model.config.max_position_embeddings
     if args.max_length is not None and args.max_length > made_for:
         note(f"--max-length {args.max_length} exceeds the {made_for} tokens the model was made for")
-    note(f"{len(prompts)} x {max(map(len, prompts))} tokens, {args.mode}, KV {args.offload}")
+    longest = max(map(len, prompts))
+    note(f"{len(prompts)} x {longest} tokens, {args.mode}, KV {args.offload}")
+    if args.offload == "auto":
+        predicted = engine.predict(plan, longest, HIT_RATE)
+        layers, resident = model.config.num_layers, plan.resident_layers
+        note(
+            placement.describe(engine.config, layers, resident, plan.device_kv_bytes, predicted)
+            + f" (an H200, hit rate {HIT_RATE})"
+        )
     if args.batch is None and args.prompt is None and args.prompt_file is None:
         note(
             f"a text about Python, its question: {demo.DEMO.question} "
@@ -248,14 +270,15 @@ def run(args: argparse.Namespace) -> int:
     if args.diffusion:
         return command.run(args, model, tokenizer, prompts, requests)
     selector = load_selector(args, model, tokenizer)
-    generation = Engine(model, sparse=sparse, config=config, **selector).prepare(prompts, requests)
+    engine = Engine(model, sparse=sparse, config=config, **selector)
+    generation = engine.prepare(prompts, requests)
     dense = None
     if args.compare_dense:
         # Prepared now, so that what does not fit is said before work begins.
         resident = replace(config, mode="dense", offload="none")
         dense = Engine(model, sparse=sparse, config=resident).prepare(prompts, requests)
     if not args.json:
-        introduce(prompts, args, model, tokenizer)
+        introduce(prompts, args, engine, generation.plan, tokenizer)
     finished = stream(generation, tokenizer, stops, quiet=args.json)
     results, report = generation.results(), generation.report
     del generation  # its KV makes room for that of dense attention

@@ -145,8 +145,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--offload",
-        choices=("none", "host"),
-        help="where the KV lives (default: none for dense, else host)",
+        choices=("none", "host", "auto"),
+        help="where the KV lives; auto: on the device in as many layers as --device-kv-gb allows "
+        "(default: none for dense, else host)",
+    )
+    add(
+        "--host-kv-dtype",
+        choices=("model", "int8", "float8_e4m3fn"),
+        default="model",
+        help="how KV is kept on the host",
     )
     add("--fetch", choices=("program", "eager"), default="program", help="who copies missed blocks")
     add_policy_options(group, "what the Forecast was trained for, else ")
@@ -191,6 +198,7 @@ def engine_settings(args: argparse.Namespace) -> tuple[SparseConfig, EngineConfi
     config = EngineConfig(
         mode=args.mode,
         offload=args.offload,
+        host_kv_dtype=args.host_kv_dtype,
         fetch=args.fetch,
         spare_slots=args.spare_slots,
         prefill_chunk=args.prefill_chunk,

@@ -73,6 +73,14 @@ def test_same_text_wherever_the_kv_lives(run, how):
     assert (report_of(other)["fetched_runs"] > 0) == offloaded
 
 
+def test_placement_is_printed(run):
+    """The budget holds all layers, so nothing is offloaded, however the host would keep it."""
+    outcome = run("--prompt", PROMPT, "--offload=auto", "--device-kv-gb=1", "--host-kv-dtype=int8")
+    assert "KV of 2 of 2 layers stays on the device" in outcome.err
+    assert "limit 1.00 GiB); predicted step" in outcome.err
+    assert "KV on the host              0 B" in outcome.out
+
+
 def test_counters(run):
     report = report_of(run("--prompt", PROMPT, "--json"))
     prompt = len(PROMPT)
