@@ -74,6 +74,8 @@ class Retrieved:
 class Staging:
     """A ring of pinned buffers, each written again only when its last copy has arrived.
 
+    Who donates a copy to a program has waited for it before.
+
     Where the device's memory is the host's (the CPU back end) a copy may hand out the buffer
     itself; every copy has a fresh one there.
     """
@@ -94,7 +96,7 @@ class Staging:
     def next(self) -> np.ndarray:
         """The buffer to fill, once its last copy has arrived."""
         sent = self._sent[self._turn]
-        if sent is not None:
+        if sent is not None and not sent.is_deleted():
             sent.block_until_ready()
         return self._views[self._turn]
 
@@ -159,6 +161,9 @@ class Retrieval:
             rows: (index into X, request, position of the first row).
         """
         place = memory.host_sharding(self._device)
+        if self._device.platform == "cpu":
+            # There a "copy" to the host may be the array itself, which a program may donate.
+            kv = [jnp.array(layer, copy=True) for layer in kv]
         parts: list[Any] = [jax.device_put(layer, place) for layer in kv]
         small: list[Any] = [None] * len(parts)
         if self.store.shape.quantised:

@@ -10,6 +10,7 @@ import numpy as np
 
 from host_offload.retrieval import Span
 from sparda_jax.diffusion import prefill
+from sparda_jax.diffusion.config import diffusion_of
 from sparda_jax.diffusion.plan import BlockPlan
 from sparda_jax.diffusion.state import BlockState, LayerKV
 from sparda_jax.engine.plan import pad_prompts
@@ -51,7 +52,7 @@ def admitted(
         span: what is scanned for its first block.
     """
     caches = _prefilled(engine, layout, plan, request)
-    block = engine.put(block_fields(request, engine.model.config))
+    block = engine.put(block_fields(request))
     init, previous = engine.run_plain(
         device_selection.near_rows,
         caches,
@@ -73,10 +74,11 @@ def admitted(
 def _prefilled(
     engine: HeraldEngine, layout: Layout, plan: BlockPlan, request: Request
 ) -> tuple[LayerKV, ...]:
-    """Whole caches of a prompt."""
+    """Whole caches of a prompt; the request gains the token that they hand over, if they do."""
     size = engine.model.config.hidden_size
     caches, last = engine.run_plain(layouts.empty_caches, layout=layout, size=size)
     aligned = engine.put(np.array([request.aligned], np.int32))
+    facts, _ = diffusion_of(engine.model.config)
     padded = -(-request.aligned // plan.chunk) * plan.chunk
     if padded == 0:
         return caches
@@ -85,6 +87,10 @@ def _prefilled(
         part, start = engine.put((tokens[:, at : at + plan.chunk], np.int32(at)))
         arguments = engine.rope, part, start, aligned, caches, last
         caches, last = engine.run(prefill.prefill_chunk, *arguments, donate=(5, 6))
+    if facts.logit_shift and request.aligned == len(request.prompt):
+        sampling = engine.put(block_fields(request).sampling)
+        drawn = engine.run(prefill.first_handover, last, aligned, sampling)
+        request.gain([int(jax.device_get(drawn)[0])])
     return caches
 
 

@@ -143,14 +143,9 @@ class HeraldConfig:
 
         Raises:
             ValueError: no block diffusion, or more dense layers than layers.
-            NotImplementedError: a family that shifts its logits; block sizes that do not fit.
+            NotImplementedError: block sizes that do not fit together.
         """
         facts, _ = diffusion_of(model)
-        if facts.logit_shift:
-            raise NotImplementedError(
-                f"HERALD with {model.family}: its blocks begin with a token handed over by the "
-                "block before, which the draft does not know; SDAR and LLaDA2 are supported"
-            )
         if self.kv_block % facts.block_size:
             raise NotImplementedError(
                 f"diffusion blocks of {facts.block_size} do not divide KV blocks of {self.kv_block}"

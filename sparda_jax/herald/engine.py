@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +17,9 @@ from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.programs import Programs
 from sparda_jax.engine.report import RequestResult
 from sparda_jax.herald.config import HeraldConfig
+from sparda_jax.herald.generation import HeraldGeneration
 from sparda_jax.herald.report import HeraldReport
 from sparda_jax.herald.requests import Request
-from sparda_jax.herald.session import HeraldSession
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import rope_table
 
@@ -40,7 +39,7 @@ class HeraldEngine:
 
     Raises:
         ValueError: a model without block diffusion, or settings that do not fit it.
-        NotImplementedError: a family or a block size that is not supported.
+        NotImplementedError: block sizes that do not fit together.
     """
 
     def __init__(
@@ -130,21 +129,18 @@ class HeraldEngine:
         )
         return plan_blocks(self.model.config, settings, prompts, requests, self.model.dtype)
 
-    def generate(
+    def prepare(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         denoise: DenoiseParams | Sequence[DenoiseParams] | None = None,
-        *,
-        on_block: Callable[[Block], None] | None = None,
-    ) -> tuple[list[RequestResult], HeraldReport]:
-        """Runs requests to their ends; those that do not fit at once join as others leave.
+    ) -> HeraldGeneration:
+        """Checks requests against every limit, before any work, and returns them ready to run.
 
         Args:
             prompts: token ids of each request; lengths may differ.
             sampling: settings for all, or one for each.
             denoise: likewise; None: what the family's authors publish.
-            on_block: called as blocks are finished; its `row` is the request's number.
 
         Raises:
             ValueError: naming the value and the limit that it breaks.
@@ -155,19 +151,33 @@ class HeraldEngine:
         rules = [denoise] * len(prompts) if isinstance(denoise, DenoiseParams) else denoise
         plan = self.plan(prompts, samplings)
         requests = [
-            Request(number, prompt, request, rule, self.width)
+            Request(number, prompt, request, rule, self.model.config)
             for number, (prompt, request, rule) in enumerate(
                 zip(prompts, samplings, rules, strict=True)
             )
         ]
-        waiting = deque(requests)
         batch = min(self.config.batch or len(prompts), len(prompts))
-        with HeraldSession(self, batch, plan) as session:
-            while waiting or session.busy:
-                while waiting and session.free:
-                    session.admit(waiting.popleft())
-                for block in session.turn():
-                    if on_block is not None:
-                        on_block(block)
-        self.errors = {r.number: r.error for r in requests if r.error is not None}
-        return [request.result() for request in requests], session.report
+        return HeraldGeneration(self, plan, requests, batch)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        denoise: DenoiseParams | Sequence[DenoiseParams] | None = None,
+        *,
+        on_block: Callable[[Block], None] | None = None,
+    ) -> tuple[list[RequestResult], HeraldReport]:
+        """Runs requests to their ends; arguments as those of `prepare`.
+
+        Args:
+            prompts: token ids of each request.
+            sampling: settings for all, or one for each.
+            denoise: likewise.
+            on_block: called as blocks are finished; its `row` is the request's number.
+        """
+        generation = self.prepare(prompts, sampling, denoise)
+        for block in generation:
+            if on_block is not None:
+                on_block(block)
+        self.errors = generation.errors
+        return generation.results(), generation.report

@@ -10,6 +10,8 @@ Rows of a forward with lookahead, W each, and what they attend besides the prefi
     draft   the block as its first forward guessed it    draft
     next    the block after it, all masks                draft, next
 
+(Where a commit hands over the next block's first token, that token is not known yet: a mask too.)
+
 Live rows are attended in a call of their own, of the same shape with lookahead and without: no
 draft value can reach them, not even as NaN times zero.
 """
@@ -233,6 +235,7 @@ def record(turn: Turn, before: BlockState, found: ForwardOutput) -> Turn:
         draft=draft,
         open=open_,
         equal=jnp.where(gives, equal, turn.equal),
+        handover=jnp.where(gives, found.handover, turn.handover),
         forwards=turn.forwards + 1,
     )
 
@@ -241,7 +244,8 @@ def new_turn(batch: int, width: int) -> Turn:
     """A turn in which nothing has happened."""
     no, zeros = jnp.zeros(batch, bool), jnp.zeros((batch, width), jnp.int32)
     count = jnp.zeros(batch, jnp.int32)
-    return Turn(no, no, zeros, count, zeros, zeros > 0, count, jnp.zeros((), jnp.int32))
+    start = jnp.zeros((), jnp.int32)
+    return Turn(no, no, zeros, count, zeros, zeros > 0, count, count - 1, start)
 
 
 def denoise(

@@ -27,7 +27,7 @@ class Request:
         prompt: token ids.
         sampling: settings.
         rule: denoising settings.
-        width: W.
+        model: the model's shape.
         start: position of its block at work.
         tokens: what it has said.
         reason: how it ended; None while it runs.
@@ -38,7 +38,7 @@ class Request:
     prompt: Sequence[int]
     sampling: SamplingParams
     rule: DenoiseParams
-    width: int
+    model: ModelConfig
     start: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     reason: FinishReason | None = None
@@ -49,6 +49,11 @@ class Request:
         stops = len(self.sampling.stop_token_ids)
         if stops > STOP_TOKENS:
             raise ValueError(f"{stops} stop tokens exceed the limit of {STOP_TOKENS}")
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return diffusion_of(self.model)[0].block_size
 
     @property
     def aligned(self) -> int:
@@ -63,15 +68,21 @@ class Request:
     @property
     def has_next(self) -> bool:
         """Whether a block may follow the one at work."""
-        return self.reason is None and self.start + self.width < self.limit
+        known = self.start + self.width + diffusion_of(self.model)[0].logit_shift
+        return self.reason is None and known < self.limit
 
-    def gain(self, block: np.ndarray) -> list[int]:
+    def gain_block(self, block: np.ndarray, handover: int) -> list[int]:
         """Takes a finished block; what of it is new, cut at the stop token and the limit.
 
         Args:
             block: its W tokens.
+            handover: the token after them, or -1.
         """
         new = block[len(self.prompt) + len(self.tokens) - self.start :].tolist()
+        return self.gain(new if handover < 0 else [*new, handover])
+
+    def gain(self, new: list[int]) -> list[int]:
+        """Takes new tokens, cut at the stop token and the limit."""
         new = new[: self.sampling.max_new_tokens - len(self.tokens)]
         stops = self.sampling.stop_token_ids
         stop = next((i for i, token in enumerate(new) if token in stops), None)
@@ -94,10 +105,10 @@ class Request:
         return RequestResult(len(self.prompt), self.tokens, self.reason or "interrupted")
 
 
-def block_fields(request: Request, config: ModelConfig) -> BlockState:
-    """A request's first block as a batch of one, on the host: the prompt's tail, then masks."""
-    width = diffusion_of(config)[0].block_size
-    tail = np.asarray(request.prompt[request.aligned :], np.int32)
+def block_fields(request: Request) -> BlockState:
+    """A request's first block as a batch of one, on the host: what is known of it, then masks."""
+    width = request.width
+    tail = np.asarray([*request.prompt, *request.tokens][request.aligned :], np.int32)
     tokens: Any
     masked: Any
     tokens, masked = np.zeros((1, width), np.int32), np.ones((1, width), bool)

@@ -27,7 +27,7 @@ from sparda_jax.diffusion.generate import Block
 from sparda_jax.diffusion.plan import BlockPlan
 from sparda_jax.herald import forward
 from sparda_jax.herald import layout as layouts
-from sparda_jax.herald.admission import admitted
+from sparda_jax.herald.admission import Admitted, admitted
 from sparda_jax.herald.layerwise import LayerBefore, LookAhead, OnDevice, OwnQueries, run_layers
 from sparda_jax.herald.layout import Layout
 from sparda_jax.herald.report import HeraldReport
@@ -52,6 +52,8 @@ class HeraldSession:
         store: committed rows in host memory; None where all KV is on the device.
         report: counters, current at any time.
         chosen: rows of the last selection of each (layer, row), where the host chose.
+        events: of the last turn: (what, begun, ended) by `time.perf_counter`; "device" until all
+            rows gave their block, "host N" from the arrival of layer N's queries to its copy.
     """
 
     def __init__(self, engine: HeraldEngine, batch: int, plan: BlockPlan):
@@ -61,16 +63,16 @@ class HeraldSession:
         self.requests: list[Request | None] = [None] * batch
         self.report = HeraldReport(mode=config.mode, device_kv_bytes=self.layout.device_bytes)
         self.chosen: dict[tuple[int, int], np.ndarray] = {}
+        self.events: list[tuple[str, float, float]] = []
         self.store: RowStore | None = None
         self._retrieval: Retrieval | None = None
         self._broken: Exception | None = None
+        self._first: list[Block] = []
         what = f"the KV of {batch} requests in mode {config.mode} on the device"
         limit = config.device_kv_bytes
         memory.check_device_budget(what, self.layout.device_bytes, limit, engine.device)
-        idle = Request(0, [0], SamplingParams(), DenoiseParams(), self.layout.width)
-        block = jax.tree.map(
-            lambda array: np.repeat(array, batch, axis=0), block_fields(idle, model.config)
-        )
+        idle = block_fields(Request(0, [0], SamplingParams(), DenoiseParams(), model.config))
+        block = jax.tree.map(lambda array: np.repeat(array, batch, axis=0), idle)
         block = engine.put(dataclasses.replace(block, active=np.zeros(batch, bool)))
         self.state, self.pools = engine.run_plain(layouts.empty_state, block, layout=self.layout)
         if self._policy.offload and self.layout.sparse:
@@ -116,20 +118,30 @@ class HeraldSession:
         if self._broken is not None:
             request.fail(f"{type(self._broken).__name__}: {self._broken}")
             return
-        engine, row = self._engine, self.requests.index(None)
-        begun, compiled = time.perf_counter(), engine.compile_seconds
+        begun, compiled = time.perf_counter(), self._engine.compile_seconds
+        self.place(request, self.prefilled(request))
+        late = self._engine.compile_seconds - compiled
+        self.report.compile_seconds += late
+        self.report.prefill_seconds += time.perf_counter() - begun - late
+        self.report.prefill_tokens += request.aligned
+
+    def prefilled(self, request: Request) -> Admitted:
+        """A request as a batch of one; equal prompts can share it."""
         span = self._span(0, request.aligned - self.layout.width)
-        found = admitted(engine, self.layout, self._plan, request, span)
+        return admitted(self._engine, self.layout, self._plan, request, span)
+
+    def place(self, request: Request, found: Admitted) -> None:
+        """Gives a prefilled request a row."""
+        engine, row = self._engine, self.requests.index(None)
         both, one = (self.state, self.pools), (found.state, found.pools)
         place = engine.put(np.int32(row))
         self.state, self.pools = engine.run_plain(layouts.insert, both, one, place, donate=(0,))
         if self._retrieval is not None:
             self._retrieval.commit(found.rows, [(0, row, 0)])
         self.requests[row] = request
-        late = engine.compile_seconds - compiled
-        self.report.compile_seconds += late
-        self.report.prefill_seconds += time.perf_counter() - begun - late
-        self.report.prefill_tokens += request.aligned
+        if request.tokens:
+            self._first.append(Block(request.number, list(request.tokens), 0))
+            self.report.decode_tokens += len(request.tokens)
 
     def _span(self, row: int, end: int) -> Span:
         """What is scanned for a block whose previous block begins at `end`."""
@@ -157,11 +169,12 @@ class HeraldSession:
             return []
         engine, policy = self._engine, self._policy
         begun, compiled = time.perf_counter(), engine.compile_seconds
+        self.events = []
         batch, width = len(self.requests), self.layout.width
         turn = engine.run_plain(forward.new_turn, batch=batch, width=width)
         ahead: dict[int, Future[Retrieved]] = {}
         spans = self._spans(ahead=int(policy.when == "ahead"))
-        if self.layout.sparse and policy.when == "ahead":
+        if spans and self.layout.sparse and policy.when == "ahead":
             turn = self._denoise(turn, np.int32(1))
             source = LookAhead(self._required(), self.layout.sparse, spans, self.pools)
             self.state, turn = run_layers(engine, self.state, turn, source, lookahead=True)
@@ -175,6 +188,7 @@ class HeraldSession:
         counts = [pool.count for pool in self.pools if pool is not None]
         block = self.state.block
         told, active, failed, counts = jax.device_get((turn, block.active, block.failed, counts))
+        self.events.append(("device", begun, time.perf_counter()))
         if ahead:
             self._swap(ahead, spans)
         self._settle_commits()
@@ -185,7 +199,8 @@ class HeraldSession:
         self.report.compile_seconds += late
         self.report.decode_seconds += time.perf_counter() - begun - late
         self.report.turns += 1
-        return blocks
+        first, self._first = self._first, []
+        return first + blocks
 
     def _required(self) -> Retrieval:
         assert self._retrieval is not None
@@ -246,6 +261,7 @@ class HeraldSession:
             return self._engine.run_plain(layouts.empty_pool, layout=self.layout, batch=batch)
         self.report.retrieval_stall_seconds += time.perf_counter() - started
         self.report.add(found)
+        self.events.append((f"host {number}", found.begun, found.ended))
         for row, error in found.errors.items():
             self._fail(row, error)
         self.chosen.update({(number, row): ids for row, ids in found.ids.items()})
@@ -296,7 +312,7 @@ class HeraldSession:
             if failed[row]:
                 request.fail("FloatingPointError: logits are not finite")
                 continue
-            new = request.gain(np.asarray(turn.tokens[row]))
+            new = request.gain_block(np.asarray(turn.tokens[row]), int(turn.handover[row]))
             steps = int(turn.steps[row])
             report.steps[steps] += 1
             report.decode_tokens += len(new)

@@ -55,6 +55,7 @@ class Turn:
         draft: what every position would have got in the block's first forward.
         open: positions that were masked then.
         equal: of these, those that got the drafted token in the end.
+        handover: the next block's first token, where the family's commit yields it; else -1.
         forwards: of the batch so far.
     """
 
@@ -65,4 +66,5 @@ class Turn:
     draft: Int[Array, "B W"]
     open: Bool[Array, "B W"]
     equal: Int[Array, " B"]
+    handover: Int[Array, " B"]
     forwards: Int[Array, ""]
