@@ -44,6 +44,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     from sparda_jax.diffusion.command import add_diffusion_options
+    from sparda_jax.herald import command as herald
 
     parser = Parser(prog="decode.py", description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument_group("what to read and answer").add_argument
@@ -55,8 +56,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="wrap each prompt in the model's chat template (default: only the demo's)",
     )
-    add_engine_options(parser)
+    add_engine_options(parser, more_modes=herald.MODES)
     add_diffusion_options(parser)
+    herald.add_herald_options(parser)
     add = parser.add_argument_group("sampling").add_argument
     add("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -73,12 +75,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.batch is not None and (args.prompt is not None or args.prompt_file is not None):
         parser.error("--batch holds the prompts: give neither --prompt nor --prompt-file with it")
     if args.diffusion:
-        taken = [args.mode, args.forecast, args.offload, args.compare_dense or None]
-        if any(value is not None for value in taken):
-            parser.error("--diffusion attends all KV on the device: leave --mode, --forecast, "
-                         "--offload and --compare-dense out")  # fmt: skip
-        args.mode, args.offload = "dense", "none"
+        taken = [args.forecast, args.offload, args.compare_dense or None]
+        if any(value is not None for value in taken) or args.mode in ("sparse", "sparda"):
+            parser.error("--diffusion: the mode says where the KV lies, dense (the default) or one "
+                         f"of infinigen, {', '.join(herald.MODES)}; leave --forecast, --offload "
+                         "and --compare-dense out")  # fmt: skip
+        # `settings` is for the other engine.
+        args.block_mode, args.mode, args.offload = args.mode or "dense", "dense", "none"
         return args
+    if args.mode in herald.MODES:
+        parser.error(f"--mode {args.mode} selects for blocks of tokens: add --diffusion")
     resolve_mode(parser, args)
     return args
 
@@ -262,13 +268,15 @@ def run(args: argparse.Namespace) -> int:
 
     from sparda_jax.diffusion import command
     from sparda_jax.engine.generate import Engine
+    from sparda_jax.herald import command as herald
 
     stops = () if args.ignore_eos else tuple(tokenizer.eos_token_ids)
     requests = [
         replace(sampling, stop_token_ids=stops, seed=args.seed + row) for row in range(len(prompts))
     ]
     if args.diffusion:
-        return command.run(args, model, tokenizer, prompts, requests)
+        own = None if args.block_mode == "dense" else herald.prepare
+        return command.run(args, model, tokenizer, prompts, requests, own)
     selector = load_selector(args, model, tokenizer)
     engine = Engine(model, sparse=sparse, config=config, **selector)
     generation = engine.prepare(prompts, requests)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -122,13 +122,18 @@ def add_model_options(parser: argparse.ArgumentParser, cache_dir: str | None = N
     )
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `resolve_mode`, `engine_settings` and `load_selector` read."""
+def add_engine_options(parser: argparse.ArgumentParser, more_modes: Sequence[str] = ()) -> None:
+    """Options that `resolve_mode`, `engine_settings` and `load_selector` read.
+
+    Args:
+        parser: gets them.
+        more_modes: that the caller takes care of.
+    """
     group = parser.add_argument_group("attention and KV cache")
     add = group.add_argument
     add(
         "--mode",
-        choices=("dense", "sparse", "sparda", "infinigen"),
+        choices=("dense", "sparse", "sparda", "infinigen", *more_modes),
         help="who selects the blocks to attend: nobody, each layer, or the layer before, by "
         "Forecast or InfiniGen (default: sparda where there are Forecast weights, else sparse)",
     )
