@@ -65,6 +65,7 @@ class Scheduler:
 
     Raises:
         ValueError: rows that do not fit in memory, or more tokens than the engine's limit.
+        NotImplementedError: an engine on several devices.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Scheduler:
     ):
         self.engine, self.config = engine, config or SchedulerConfig()
         self.tokenizer = tokenizer
+        if engine.mesh is not None:
+            raise NotImplementedError("a scheduler over an engine on several devices")
         limit = engine.config.max_length or engine.model.config.max_position_embeddings
         self.max_length = self.config.max_length or limit
         require(

@@ -27,7 +27,7 @@ Asked = tuple[tuple[int, ...], SamplingParams]
 
 
 def draw_requests(count: int, vocabulary: int, length: int, seed: int) -> list[Asked]:
-    """Random prompts, some of which begin alike, with random settings.
+    """Random prompts that begin alike for some way, with random settings.
 
     Args:
         count: how many.
@@ -36,12 +36,12 @@ def draw_requests(count: int, vocabulary: int, length: int, seed: int) -> list[A
         seed: of everything.
     """
     rng = np.random.default_rng(seed)
-    stems = rng.integers(0, vocabulary, (4, length))
+    stem = rng.integers(0, vocabulary, length)
     requests: list[Asked] = []
     for _ in range(count):
         new = int(rng.integers(1, 20))
         size = int(rng.integers(1, length - new + 1))
-        prompt = stems[rng.integers(len(stems)), :size].copy()
+        prompt = stem[:size].copy()
         tail = int(rng.integers(0, min(size, 12)))
         prompt[size - tail :] = rng.integers(0, vocabulary, tail)
         params = SamplingParams(
@@ -59,7 +59,7 @@ def draw_requests(count: int, vocabulary: int, length: int, seed: int) -> list[A
 
 
 def run_together(
-    scheduler: Scheduler, requests: Sequence[Asked], seed: int, *, doomed: float = 1 / 3
+    scheduler: Scheduler, requests: Sequence[Asked], seed: int, *, doomed: float = 0.45
 ) -> list[Handle]:
     """Submits requests at random times and cancels some at random points; runs all to their end.
 
@@ -67,7 +67,7 @@ def run_together(
         scheduler: without a thread of its own.
         requests: in the order of their arrival.
         seed: of the times.
-        doomed: share that is cancelled, unless it ends before.
+        doomed: share that is cancelled, unless it ends before; about a third then is.
     """
     rng = np.random.default_rng(seed)
     waiting, handles = list(reversed(requests)), list[Handle]()
@@ -80,7 +80,7 @@ def run_together(
                 handles.append(handle)
                 if rng.random() < doomed:
                     # Most are cancelled in the queue, in prefill or soon after it.
-                    end[handle] = steps + int(rng.integers(0, 12 + 3 * scheduler.waiting))
+                    end[handle] = steps + int(rng.integers(0, 6 + 2 * scheduler.waiting))
         for handle in [each for each, at in end.items() if at <= steps]:
             handle.cancel()
             del end[handle]

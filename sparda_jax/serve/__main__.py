@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     model, tokenizer = load_model(args)
     engine = Engine(model, sparse=sparse, config=config, **load_selector(args, model, tokenizer))
+    limits = dataclasses.replace(limits, stop_tokens=max(8, len(tokenizer.eos_token_ids)))
     scheduler = Scheduler(engine, limits, tokenizer)
     length = scheduler.max_length
     note(f"{args.rows} rows of {length} tokens, {args.mode}, KV {args.offload}; compiling")

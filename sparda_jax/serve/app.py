@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine.requests import Handle, Piece
@@ -63,11 +63,24 @@ class _Event:
 
 
 class PatientStream(StreamingResponse):
-    """A stream that gives up on a client that reads nothing for too long."""
+    """A stream that gives up on a client that reads nothing for too long.
 
-    def __init__(self, content: AsyncIterator[str], seconds: float):
+    Args:
+        content: what to send.
+        seconds: for each part of it.
+        on_close: called once, however the stream ends, even before it began.
+    """
+
+    def __init__(self, content: AsyncIterator[str], seconds: float, on_close: Callable[[], None]):
         super().__init__(content, media_type="text/event-stream")
-        self._seconds = seconds
+        self._seconds, self._on_close = seconds, on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends everything, unless the client goes."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
 
     async def stream_response(self, send: Send) -> None:
         """Sends the pieces, each within the time."""
@@ -189,13 +202,12 @@ class Server:
         answers = Answers(self.config.name, next(self._numbers), chat, self.tokenizer)
         if ask.stream:
             content = self._stream(ask, answers, handles, events)
-            return PatientStream(content, self.config.client_seconds)
+            return PatientStream(content, self.config.client_seconds, lambda: _cancel(handles))
         try:
             if not await _ended(request, handles, events):
                 return Response(status_code=499)  # nobody reads it
         finally:
-            for handle in handles:
-                handle.cancel()
+            _cancel(handles)
         return JSONResponse(answers.whole(_checked(handles)))
 
     def _encode(self, ask: Ask) -> list[list[int]]:
@@ -263,8 +275,7 @@ class Server:
                     )
                     handles.append(handle)
         except Exception as error:
-            for handle in handles:
-                handle.cancel()
+            _cancel(handles)
             raise self._refusal(error, ask) from error
         return handles
 
@@ -288,43 +299,41 @@ class Server:
         events: asyncio.Queue[_Event],
     ) -> AsyncIterator[str]:
         """Pieces of all choices as they come, as server-sent events."""
-        offsets = [0] * len(handles)
-        started = [False] * len(handles)
+        offsets, started = [0] * len(handles), [False] * len(handles)
         left = len(handles)
-        try:
-            while left:
-                event = await events.get()
-                index, piece = event.index, event.piece
-                if piece is None:
-                    left -= 1
-                    result = handles[index].result()
-                    if result.finish_reason in ("failed", "interrupted"):
-                        message = result.error or "the server shuts down"
-                        yield _sse(error_body(message, 500))
-                        continue
-                    reason = finish_reason(result)
-                    first = not started[index]
-                    yield _sse(answers.piece(index, "", reason=reason, first=first))
-                elif piece.text or piece.likelihoods:
-                    yield _sse(
-                        answers.piece(
-                            index,
-                            piece.text,
-                            piece.tokens,
-                            piece.likelihoods,
-                            offset=offsets[index],
-                            first=not started[index],
-                        )
+        while left:
+            event = await events.get()
+            index, piece = event.index, event.piece
+            if piece is None:
+                left -= 1
+                result = handles[index].result()
+                if result.finish_reason in ("failed", "interrupted"):
+                    yield _sse(error_body(result.error or "the server shuts down", 500))
+                    continue
+                reason, first = finish_reason(result), not started[index]
+                yield _sse(answers.piece(index, "", reason=reason, first=first))
+            elif piece.text or piece.likelihoods:
+                yield _sse(
+                    answers.piece(
+                        index,
+                        piece.text,
+                        piece.tokens,
+                        piece.likelihoods,
+                        offset=offsets[index],
+                        first=not started[index],
                     )
-                    started[index] = True
-                    offsets[index] += len(piece.text)
-            if ask.usage:
-                yield _sse(answers.counts(results_of(handles)))
-            yield "data: [DONE]\n\n"
-        finally:
-            # Also when the client is gone.
-            for handle in handles:
-                handle.cancel()
+                )
+                started[index] = True
+                offsets[index] += len(piece.text)
+        if ask.usage:
+            yield _sse(answers.counts(results_of(handles)))
+        yield "data: [DONE]\n\n"
+
+
+def _cancel(handles: list[Handle]) -> None:
+    """Ends what has not ended yet."""
+    for handle in handles:
+        handle.cancel()
 
 
 def _sse(body: Mapping[str, Any]) -> str:

@@ -269,25 +269,22 @@ def test_health_metrics_and_silent_logs(address, client, scheduler, caplog):
     assert float(values["sparda_time_to_first_token_seconds_count"]) > 0
 
 
-def test_a_client_that_reads_nothing_is_given_up(scheduler):
+def test_a_client_that_reads_nothing_is_given_up():
     """Driven without a socket, whose buffers are large."""
     closed = []
 
     async def content():
-        try:
-            while True:
-                yield "data: x\n\n"
-        finally:
-            closed.append(True)
+        while True:
+            yield "data: x\n\n"
 
     async def send(message):
         if message["type"] == "http.response.body":
             await asyncio.sleep(3600)
 
-    async def run():
-        stream = content()
-        await PatientStream(stream, 0.05).stream_response(send)
-        await stream.aclose()
+    async def receive():
+        await asyncio.sleep(3600)
 
-    asyncio.run(asyncio.wait_for(run(), 10))
-    assert closed
+    stream = PatientStream(content(), 0.05, lambda: closed.append(True))
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    asyncio.run(asyncio.wait_for(stream(scope, receive, send), 10))
+    assert closed == [True]
