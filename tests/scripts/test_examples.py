@@ -1,5 +1,6 @@
 """The examples run, in small form, on the tiny checkpoint."""
 
+import dataclasses
 import json
 import re
 
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import complete_file, needle, own_loop
+from examples import block_diffusion, complete_file, needle, own_loop, train_forecast
 from sparda_jax.checkpoints.load import load_pretrained
+from sparda_jax.config import DiffusionConfig
+from sparda_jax.forecast.files import load_forecast
+from sparda_jax.models.decoder import Decoder
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +70,27 @@ def test_own_loop(checkpoint, capsys):
         total -= log_p[np.arange(639), row[1:]].mean() / np.log(2)
     assert float(said["dense"]) == pytest.approx(total / 2, abs=2e-4)
     assert float(said["sparse"]) != float(said["dense"])
+
+
+def test_train_forecast(checkpoint, capsys, tmp_path):
+    arguments = [str(tmp_path), "--model", str(checkpoint), "--window=512", "--steps=2"]
+    train_forecast.main(arguments)
+    said = capsys.readouterr().out
+    assert "'step': 2" in said
+    path = tmp_path / "forecast.safetensors"
+    assert said.splitlines()[-1].endswith(f"--mode sparda --forecast {path}")
+    forecast, _ = load_forecast(path, load_pretrained(str(checkpoint))[0])
+    assert all(np.isfinite(layer.kernel[...]).all() for layer in forecast.layers)
+
+
+def test_block_diffusion(checkpoint, capsys, monkeypatch):
+    """The tiny model taken for one of block diffusion, its last token for the mask."""
+    model, tokenizer = load_pretrained(str(checkpoint))
+    diffusion = DiffusionConfig(8, model.config.vocab_size - 1)
+    config = dataclasses.replace(model.config, family="sdar", diffusion=diffusion)
+    loaded = Decoder.random(config, seed=1), tokenizer
+    monkeypatch.setattr(block_diffusion, "load_pretrained", lambda name: loaded)
+    block_diffusion.main(["--model=tiny", "--tokens=128", "--max-new-tokens=16"])
+    *blocks, last = capsys.readouterr().out.splitlines()
+    assert len(blocks) >= 2 and all(" steps  '" in line for line in blocks)
+    assert last.startswith("16 tokens, ")
