@@ -24,8 +24,6 @@ DEMO_TEXT = (
 
 def add_diffusion_options(parser: argparse.ArgumentParser) -> None:
     """Options that count with `--diffusion`."""
-    from sparda_jax.diffusion.config import STRATEGIES
-
     add = parser.add_argument_group("block diffusion").add_argument
     add("--diffusion", action="store_true", help="denoise blocks of tokens instead of one by one")
     add(
@@ -33,7 +31,7 @@ def add_diffusion_options(parser: argparse.ArgumentParser) -> None:
         help="block-diffusion adapter: 'default' or a safetensors file (default: for the default "
         "model the one that ships with it)",
     )
-    add("--strategy", choices=STRATEGIES, help="which masks a step replaces (default: the model's)")
+    add("--strategy", help="which masks a step replaces (default: the model's)")
     add("--threshold", type=float, help="confidence above which a token is decided")
     add("--denoising-steps", type=int, help="steps a block takes at most (default: its tokens)")
     add("--sub-block", type=int, help="tokens of a block that are denoised together")

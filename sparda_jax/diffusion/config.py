@@ -43,6 +43,7 @@ class DenoiseParams:
         entropy_bound: nats.
         sub_block: denoise the block in parts of so many tokens, from left to right; None: at once.
         early_stop: end as soon as a stop token has no mask before it, not at the block's end.
+        early_limit: end as soon as all tokens asked for are decided, not at the block's end.
     """
 
     strategy: Strategy = "low_confidence_dynamic"
@@ -51,6 +52,7 @@ class DenoiseParams:
     entropy_bound: float = 0.35
     sub_block: int | None = None
     early_stop: bool = False
+    early_limit: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -75,7 +77,7 @@ class DenoiseParams:
             return cls("low_confidence_dynamic", threshold=0.95)
         if config.family == "fast_dllm":
             return cls("threshold_or_best", threshold=0.9, sub_block=8, early_stop=True)
-        return cls("threshold_or_first", threshold=0.9, early_stop=True)
+        return cls("threshold_or_first", threshold=0.9, early_stop=True, early_limit=True)
 
     def check(self, block_size: int) -> None:
         """Compares the settings with a block size.
@@ -113,16 +115,16 @@ def diffusion_of(config: ModelConfig) -> tuple[DiffusionConfig, int]:
     """What block diffusion needs of a model: its facts and the mask token.
 
     Raises:
-        ValueError: an autoregressive model, or no mask token inside the vocabulary.
+        ValueError: an autoregressive model, or a checkpoint that names no mask token.
     """
     facts = config.diffusion
     if facts is None:
         raise ValueError(f"a {config.family} model without block diffusion: it has no mask token")
     mask = facts.mask_token_id
-    if mask is None or not 0 <= mask < config.vocab_size:
+    if mask is None:
         raise ValueError(
-            f"mask token {mask} is not in the vocabulary of {config.vocab_size}: "
-            "state config.diffusion.mask_token_id"
+            f"this {config.family} checkpoint names no mask token: state "
+            "config.diffusion.mask_token_id"
         )
     return facts, mask
 
@@ -139,6 +141,7 @@ class RuleState:
         entropy_bound: nats.
         sub_block: tokens; W where a block is denoised at once.
         early_stop: end at a stop token inside a block.
+        early_limit: end at the last token asked for inside a block.
     """
 
     strategy: Int[Array, " B"]
@@ -147,6 +150,7 @@ class RuleState:
     entropy_bound: Float[Array, " B"]
     sub_block: Int[Array, " B"]
     early_stop: Bool[Array, " B"]
+    early_limit: Bool[Array, " B"]
 
 
 def rule_fields(params: Sequence[DenoiseParams], block_size: int) -> dict[str, np.ndarray]:
@@ -160,4 +164,5 @@ def rule_fields(params: Sequence[DenoiseParams], block_size: int) -> dict[str, n
         "entropy_bound": np.array([one.entropy_bound for one in params], np.float32),
         "sub_block": np.array([one.sub_block or block_size for one in params], np.int32),
         "early_stop": np.array([one.early_stop for one in params], bool),
+        "early_limit": np.array([one.early_limit for one in params], bool),
     }

@@ -132,7 +132,8 @@ def settle(
     """
     facts, mask_token_id = diffusion_of(model.config)
     open_, sub = candidates(state.masked, state.rule.sub_block)
-    predicted = state.start[:, None] + jnp.arange(x.shape[1]) + (1 if facts.logit_shift else 0)
+    positions = state.start[:, None] + jnp.arange(x.shape[1])
+    predicted = positions + (1 if facts.logit_shift else 0)
     raw = confidence(model, x, mask_token_id, state.sampling, predicted, state.step)
     found = _shifted(raw) if facts.logit_shift else raw
     healthy = state.active & jnp.all(raw.finite, axis=1)
@@ -142,7 +143,10 @@ def settle(
     tokens = jnp.where(decided, found.token, state.tokens)
     masked = state.masked & ~decided
     stopped = _stop_before_masks(state, tokens, masked)
-    ended = healthy & ~committing & state.rule.early_stop & stopped
+    enough = ~jnp.any(masked & (positions < state.limit[:, None]), axis=1)
+    enough &= state.start + tokens.shape[1] >= state.limit
+    early = (state.rule.early_stop & stopped) | (state.rule.early_limit & enough)
+    ended = healthy & ~committing & early
     changed = dataclasses.replace(
         state,
         tokens=tokens,

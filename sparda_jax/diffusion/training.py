@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from functools import partial
 from typing import Any
 
@@ -138,11 +137,6 @@ class BlockTrainer(Run):
         """`train_step`."""
         return train_step
 
-    @functools.cached_property
-    def static(self) -> dict[str, Any]:
-        """Static arguments of the compiled programs."""
-        return {"config": self.config, "mesh": self.mesh}
-
     def batch(self, step: int) -> Array:
         """The windows of a step, each with the seed of its noise behind it."""
         windows = super().batch(step)
@@ -160,7 +154,9 @@ class BlockTrainer(Run):
             found = evaluate_window(self.model, state.params, seeded, **self.static)
             total += [found.entropy, found.divergence, found.right, found.scored]
         entropy, divergence, right, scored = (float(figure) for figure in total)
+        share = self.config.loss.distil
         return {
+            "held_out_loss": ((1 - share) * entropy + share * divergence) / len(rows),
             "held_out_cross_entropy": entropy / len(rows),
             "held_out_divergence": divergence / len(rows),
             "held_out_accuracy": right / max(scored, 1.0),

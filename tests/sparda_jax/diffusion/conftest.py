@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from sparda_jax.checkpoints.safetensors import load_safetensors
 from sparda_jax.config import SamplingParams
@@ -99,3 +101,11 @@ def run_cases(
             record = {"start": int(start), "tokens": tokens, "masked": masked, "output": own}
             found[names[row]].append(record)
     return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation() -> Iterator[None]:
+    """These programs run for milliseconds and compile for seconds: XLA's cheap passes will do."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
