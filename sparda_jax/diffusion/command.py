@@ -34,7 +34,9 @@ def add_diffusion_options(parser: argparse.ArgumentParser) -> None:
     add("--strategy", help="which masks a step replaces (default: the model's)")
     add("--threshold", type=float, help="confidence above which a token is decided")
     add("--denoising-steps", type=int, help="steps a block takes at most (default: its tokens)")
+    add("--diffusion-block", type=int, help="tokens of a block; only the weights' own is taken")
     add("--sub-block", type=int, help="tokens of a block that are denoised together")
+    add("--edit-threshold", type=float, help="LLaDA2.1's token editing: refused")
     add("--dual-cache", action="store_true", help="Fast-dLLM v2's approximate block cache")
     add("--blocks-per-call", type=int, default=1, help="blocks per compiled call")
     add("--stop", action="append", default=[], help="text that ends a request; may be repeated")
@@ -55,6 +57,7 @@ def denoise_settings(args: argparse.Namespace, model: Decoder) -> DenoiseParams:
         "threshold": args.threshold,
         "steps": args.denoising_steps,
         "sub_block": args.sub_block,
+        "edit_threshold": args.edit_threshold,
     }
     given = {name: value for name, value in named.items() if value is not None}
     params = dataclasses.replace(DenoiseParams.of_family(model.config), **given)
@@ -198,6 +201,7 @@ def _prepare(
 
     width = diffusion_of(model.config)[0].block_size
     config = BlockEngineConfig(
+        block_size=args.diffusion_block,
         dual_cache=args.dual_cache,
         kv_block=max(64, width),
         prefill_chunk=args.prefill_chunk,

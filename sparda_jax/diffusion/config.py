@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 import jax
 import numpy as np
@@ -44,6 +44,7 @@ class DenoiseParams:
         sub_block: denoise the block in parts of so many tokens, from left to right; None: at once.
         early_stop: end as soon as a stop token has no mask before it, not at the block's end.
         early_limit: end as soon as all tokens asked for are decided, not at the block's end.
+        edit_threshold: of LLaDA2.1's token editing, which is refused; None: no editing.
     """
 
     strategy: Strategy = "low_confidence_dynamic"
@@ -53,6 +54,7 @@ class DenoiseParams:
     sub_block: int | None = None
     early_stop: bool = False
     early_limit: bool = False
+    edit_threshold: float | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -67,6 +69,11 @@ class DenoiseParams:
             raise ValueError(f"entropy_bound must be positive, got {self.entropy_bound}")
         if self.sub_block is not None and self.sub_block < 1:
             raise ValueError(f"sub_block must be at least 1, got {self.sub_block}")
+        if self.edit_threshold is not None:
+            raise NotImplementedError(
+                f"edit_threshold {self.edit_threshold}: token editing (LLaDA2.1) is not supported: "
+                "it revises tokens whose keys and values are cached; decode without it"
+            )
 
     @classmethod
     def of_family(cls, config: ModelConfig) -> DenoiseParams:
@@ -92,23 +99,6 @@ class DenoiseParams:
             )
         if self.sub_block is not None and block_size % self.sub_block:
             raise ValueError(f"sub_block {self.sub_block} does not divide block size {block_size}")
-
-
-def refuse_editing(fields: Mapping[str, Any]) -> None:
-    """LLaDA2.1's token editing revises decided tokens, also of earlier blocks.
-
-    Args:
-        fields: generation settings by name, as a checkpoint's generation file holds them.
-
-    Raises:
-        NotImplementedError: one that switches editing on.
-    """
-    for name in ("edit_threshold", "editing_threshold", "max_post_steps", "enable_mbe"):
-        if fields.get(name):
-            raise NotImplementedError(
-                f"{name}={fields[name]}: token editing (LLaDA2.1) is not supported, since it "
-                "revises tokens whose keys and values are cached; leave it off"
-            )
 
 
 def diffusion_of(config: ModelConfig) -> tuple[DiffusionConfig, int]:

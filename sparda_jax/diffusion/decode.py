@@ -77,8 +77,7 @@ def run_layers(
             own = jnp.where(refreshed[:, None, None, :, None], own, state.block_kv[number])
             kept.append(own)
         cache = state.layers[number]
-        prefix = dense_prefix(cache, state.start) if state.pools is None else state.pools[number]
-        x = layer.finish(x, attend(q, prefix, own, own_mask))
+        x = layer.finish(x, attend(q, dense_prefix(cache, state.start), own, own_mask))
         layers.append(write_block(cache, own, state.start, committing))
     return x, tuple(layers), tuple(kept) if refreshed is not None else None
 

@@ -17,6 +17,7 @@ class BlockEngineConfig:
     """How the block engine runs a batch.
 
     Attributes:
+        block_size: W, to be sure of it; None: the weights'. Another than theirs is refused.
         dual_cache: in a block that is denoised in sub-blocks, run later forwards against the KV
             that the block's other tokens had in an earlier one (Fast-dLLM v2; approximate).
         kv_block: P, tokens of a KV block, a multiple of the diffusion block.
@@ -26,6 +27,7 @@ class BlockEngineConfig:
         device_kv_bytes: limit for KV on the device; None: no limit.
     """
 
+    block_size: int | None = None
     dual_cache: bool = False
     kv_block: int = 64
     prefill_chunk: int = 512
@@ -64,9 +66,15 @@ def check_block_size(config: ModelConfig, settings: BlockEngineConfig) -> None:
     """Raises what `diffusion_of` does, and refuses sizes that do not fit together.
 
     Raises:
+        ValueError: a block size that the weights were not trained for.
         NotImplementedError: a diffusion block that does not divide the KV block.
     """
     facts, _ = diffusion_of(config)
+    if settings.block_size not in (None, facts.block_size):
+        raise ValueError(
+            f"the weights were trained for blocks of {facts.block_size} tokens, not "
+            f"{settings.block_size}"
+        )
     if settings.kv_block % facts.block_size:
         raise NotImplementedError(
             f"diffusion blocks of {facts.block_size} do not divide KV blocks of "

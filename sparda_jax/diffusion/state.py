@@ -56,7 +56,6 @@ class BlockState:
         layers: L caches.
         block_kv: of the block at work, L layers, where sub-blocks run against a cached block
             (Fast-dLLM v2's dual cache); None otherwise.
-        pools: L sparse prefixes, chosen once a block; None: the whole prefix is attended.
     """
 
     start: Int[Array, " B"]
@@ -72,7 +71,6 @@ class BlockState:
     rule: RuleState
     layers: tuple[LayerKV, ...]
     block_kv: tuple[Float[Array, "B K 2 W H"], ...] | None = None
-    pools: tuple[Prefix, ...] | None = None
 
 
 @jax.tree_util.register_dataclass

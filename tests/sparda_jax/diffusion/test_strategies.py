@@ -13,7 +13,6 @@ from sparda_jax.diffusion.config import (
     DenoiseParams,
     RuleState,
     diffusion_of,
-    refuse_editing,
     rule_fields,
 )
 from sparda_jax.diffusion.reference import choose_plainly
@@ -90,9 +89,8 @@ def test_settings_that_do_not_fit_the_block():
 
 
 def test_editing_is_refused():
-    refuse_editing({"threshold": 0.5, "max_post_steps": 0})
-    with pytest.raises(NotImplementedError, match="max_post_steps=16: token editing"):
-        refuse_editing({"max_post_steps": 16})
+    with pytest.raises(NotImplementedError, match=r"edit_threshold 0\.5: token editing"):
+        DenoiseParams(edit_threshold=0.5)
 
 
 def test_a_model_without_a_mask_token():
