@@ -20,19 +20,26 @@ from typing import Any
 from sparda_jax.cli import (
     HelpFormatter,
     Parser,
-    add_policy_options,
+    add_engine_options,
+    add_model_options,
+    engine_settings,
     guarded,
     load_model,
     load_selector,
     note,
-    policy,
     read_text,
 )
+from sparda_jax.diffusion.command import add_diffusion_options
+from sparda_jax.herald.command import MODES as HERALD_MODES
+from sparda_jax.herald.command import add_herald_options
 
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 METERS = ("perplexity", "selection")
+MODES = ("dense", "sparse", "sparda", "infinigen")
+# Of block diffusion; "auto" would be another mode for every length.
+BLOCK_MODES = ("dense", "infinigen", *(mode for mode in HERALD_MODES if mode != "auto"))
 EXAMPLES = """examples:
   the shipped model, RULER's eleven synthetic tasks at 1K tokens, dense against sparda:
     evaluate.py --mode dense sparda --tasks ruler --lengths 1024 --samples 20 --json ruler.json
@@ -40,6 +47,8 @@ EXAMPLES = """examples:
     evaluate.py --mode dense sparse sparda --tasks perplexity selection --lengths 8192 --text *.txt
   LongBench from its files (data/longbench/hotpotqa.jsonl, ...), too long prompts cut in the middle:
     evaluate.py --model path/to/model --mode sparse --tasks longbench14 --data data --truncate
+  block diffusion with the adapter that ships, HERALD and its rivals:
+    evaluate.py --diffusion --mode dense mage herald --tasks niah_single_1 --lengths 1024
   four samples of each AIME problem (data/math/aime24.jsonl):
     evaluate.py --model path/to/model --tasks aime24 --data data --temperature 0.6 --repeats 4
 files, fields and scores: docs/evaluation.md
@@ -56,17 +65,23 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=Help,
+        conflict_handler="resolve",  # here --mode takes several
     )
-    add = parser.add_argument_group("what to evaluate").add_argument
-    add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
+    what, answers = (parser.add_argument_group(name) for name in ("what to evaluate", "answers"))
+    add_model_options(parser, os.environ.get("SPARDA_JAX_CACHE"))
+    add_engine_options(parser)
+    add_diffusion_options(parser)
+    add_herald_options(parser)
+    add = what.add_argument
     add(
         "--mode",
         nargs="+",
         dest="modes",
         metavar="MODE",
-        choices=("dense", "sparse", "sparda", "infinigen"),
+        choices=dict.fromkeys((*MODES, *BLOCK_MODES)),
         default=["dense"],
-        help="attention modes; the others are compared with dense, or else with the first",
+        help=f"attention modes: {', '.join(MODES)}; with --diffusion {', '.join(BLOCK_MODES)}. The "
+        "others are compared with dense, or else with the first",
     )
     add("--tasks", nargs="+", metavar="TASK", help="tasks, groups of them, perplexity or selection")
     add("--list", action="store_true", help="name all tasks and groups and end")
@@ -77,31 +92,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--text", type=Path, nargs="+", help="haystacks and documents (default: Python's docs)")
     add("--chat", action=argparse.BooleanOptionalAction, help="use the model's chat template")
     add("--truncate", action="store_true", help="cut too long prompts in the middle")
-    add = parser.add_argument_group("answers").add_argument
+    add = answers.add_argument
     add("--batch", type=int, default=8, help="prompts that run together")
     add("--max-new-tokens", type=int, help="limit besides the tasks' own")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float, default=1.0, help="1 keeps all tokens")
     add("--repeats", type=int, default=1, help="answers to each question")
-    group = parser.add_argument_group("attention and KV cache")
-    add = group.add_argument
-    add("--forecast", help="Forecast weights for sparda (default for the default model: its own)")
-    add("--verify-forecast", action=argparse.BooleanOptionalAction, default=True,
-        help="refuse Forecast weights that do not name this model")  # fmt: skip
-    add("--offload", choices=("none", "host"), default="none", help="where the KV lies, but dense")
-    add_policy_options(group, "what the Forecast was trained for, else ")
-    add("--spare-slots", type=int, default=0, help="device blocks kept beyond the budget")
-    add("--max-length", type=int, help="most tokens of a sequence (default: the model's)")
-    add("--prefill-chunk", type=int, default=512, help="prompt tokens per prefill call")
     add("--length-step", type=int, default=512, help="lengths are rounded up: fewer programs")
-    add("--steps-per-call", type=int, default=8, help="tokens per compiled decode call")
     add = parser.add_argument_group("output and set-up").add_argument
     add("--json", type=Path, help="write a results file")
     add("--run-dir", type=Path, help="folder of the work (default: runs/ and a hash of settings)")
     add("--traceback", action="store_true", help="show where in the code an error arose")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
-    add("--cache-dir", type=Path, default=os.environ.get("SPARDA_JAX_CACHE"),
-        help="where the default model is kept (default: the user's cache)")  # fmt: skip
     args = parser.parse_args(argv)
     if not args.list and not args.tasks:
         parser.error("--tasks: say what to evaluate (--list names all)")
@@ -109,6 +110,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.forecast = "default" if args.model == "default" else None
         if args.forecast is None:
             parser.error("--mode sparda: name the Forecast weights of this model with --forecast")
+    for mode in args.modes:
+        if mode not in (BLOCK_MODES if args.diffusion else MODES):
+            parser.error(f"--mode {mode} is {'not ' if args.diffusion else ''}of block diffusion")
     if args.samples < 1:
         parser.error(f"--samples must be at least 1, got {args.samples}")
     return args
@@ -127,11 +131,9 @@ class Session:
 
     def __init__(self, args: argparse.Namespace, check: Callable[[], None]):
         from sparda_jax.assets import load_excerpt
-        from sparda_jax.config import SparseConfig
         from sparda_jax.evaluation.run import Answering
         from sparda_jax.evaluation.suite import Suite
         from sparda_jax.evaluation.tasks import registry
-        from sparda_jax.forecast.files import forecast_policy
 
         self.args, self.check = args, check
         self.meters = [name for name in args.tasks if name in METERS]
@@ -148,34 +150,40 @@ class Session:
             chat=args.chat is not False,
             truncate=args.truncate,
         )
-        trained_for = None if args.forecast is None else forecast_policy(args.forecast)
-        self.sparse = policy(args, trained_for or SparseConfig())
         self.texts = [read_text(path) for path in args.text] if args.text else [load_excerpt()]
-        self.configs = {mode: self.config(mode) for mode in args.modes}
+        self.configs: dict[str, Any] = {}
+        self.sparse: Any = None  # the same rules in all modes
+        for mode in () if args.diffusion else args.modes:
+            self.sparse, config = engine_settings(self.of(mode))
+            self.configs[mode] = replace(config, length_step=args.length_step)
         self.model, self.tokenizer = load_model(args)
+        self.denoise: Any = None
+        if args.diffusion:
+            self.use_diffusion()
         if self.answering.chat and self.tokenizer.chat_template is None:
             if args.chat:
                 raise ValueError("--chat: this model has no chat template")
             self.answering = replace(self.answering, chat=False)
         self.limit = args.max_length or self.model.config.max_position_embeddings
 
-    def config(self, mode: Any) -> Any:
-        """Engine settings of a mode, checked."""
-        from sparda_jax.config import EngineConfig
-        from sparda_jax.engine.plan import check_settings
+    def of(self, mode: str) -> argparse.Namespace:
+        """The command line for one mode."""
+        offload = "none" if mode == "dense" else self.args.offload or "host"
+        return argparse.Namespace(**vars(self.args) | {"mode": mode, "offload": offload})
 
-        args = self.args
-        config = EngineConfig(
-            mode=mode,
-            offload="none" if mode == "dense" else args.offload,
-            spare_slots=args.spare_slots,
-            prefill_chunk=args.prefill_chunk,
-            length_step=args.length_step,
-            steps_per_call=args.steps_per_call,
-            max_length=args.max_length,
-        )
-        check_settings(config, self.sparse)
-        return config
+    def use_diffusion(self) -> None:
+        """The model with its block-diffusion adapter, and settings of its modes."""
+        from sparda_jax.diffusion.command import denoise_settings, diffusion_model
+        from sparda_jax.herald.command import herald_settings
+
+        if self.meters:
+            raise NotImplementedError(
+                f"{self.meters[0]} with --diffusion: it needs exact log-likelihoods, or selections "
+                "of an autoregressive model"
+            )
+        self.model = diffusion_model(self.args, self.model)
+        self.denoise = denoise_settings(self.args, self.model)
+        self.configs = {m: herald_settings(self.args, self.model, m) for m in self.args.modes}
 
     def engine(self, mode: str) -> Any:
         from sparda_jax.engine import generate
@@ -187,12 +195,16 @@ class Session:
 
     def selector(self, mode: str) -> dict[str, Any]:
         """Forecast or skews, where a mode needs them."""
-        args = argparse.Namespace(**vars(self.args) | {"mode": mode})
-        return load_selector(args, self.model, self.tokenizer)
+        return load_selector(self.of(mode), self.model, self.tokenizer)
 
     def answerer(self, mode: str) -> Any:
-        from sparda_jax.evaluation.generation import EngineAnswerer
+        from sparda_jax.evaluation.generation import BlockAnswerer, EngineAnswerer
 
+        if self.args.diffusion:
+            from sparda_jax.herald.engine import HeraldEngine
+
+            engine = HeraldEngine(self.model, config=self.configs[mode])
+            return BlockAnswerer(engine, self.tokenizer, self.denoise, self.check)
         return EngineAnswerer(self.engine(mode), self.tokenizer, self.check)
 
     def documents(self) -> list[list[int]]:
@@ -228,7 +240,8 @@ class Session:
             "seeds": args.seeds,
             "modes": args.modes,
             "answers": asdict(self.answering),
-            "sparse": asdict(self.sparse),
+            "sparse": self.sparse and asdict(self.sparse),
+            "denoise": self.denoise and asdict(self.denoise),
             "engine": {mode: asdict(config) for mode, config in self.configs.items()},
             "texts": [digest(text.encode()) for text in self.texts],
             "data": {str(p.relative_to(args.data)): digest(p.read_bytes()) for p in files},

@@ -11,7 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sparda_jax.config import SamplingParams
+from sparda_jax.diffusion.config import DenoiseParams
+from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.engine.generate import Engine
+from sparda_jax.engine.report import RequestResult
+from sparda_jax.herald.engine import HeraldEngine
 from sparda_jax.tokenization import Tokenizer
 
 # Of an engine report: what is added up over batches.
@@ -90,22 +94,73 @@ class EngineAnswerer:
             FloatingPointError: logits that are not finite.
         """
         ends = tuple(self.tokenizer.eos_token_ids)
-        requests = [
-            dataclasses.replace(request, stop_token_ids=(*request.stop_token_ids, *ends))
-            for request in requests
-        ]
-        generation = self.engine.prepare(prompts, requests)
+        generation = self.engine.prepare(prompts, _with_ends(requests, ends))
         generation.prefill(lambda done, total: self.check())
         rows = [_Row(self.tokenizer, stop) for stop in stops]
         for row, token in generation:
             self.check()
             if rows[row].add(token, ends):
                 generation.cancel(row)
-        for number, result in enumerate(generation.results()):
-            if result.finish_reason == "failed":
-                raise FloatingPointError(f"logits of prompt {number} of the batch are not finite")
+        _check_finished(generation.results())
         report = generation.report.as_dict()
         return [row.answer() for row in rows], {name: report[name] for name in COUNTERS}
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockAnswerer:
+    """Answers by a block-diffusion engine, a block at a time.
+
+    Attributes:
+        engine: in any of its modes.
+        tokenizer: of its model.
+        denoise: how blocks are denoised; None: as the family's authors publish.
+        check: called after every block; raises to interrupt.
+    """
+
+    engine: HeraldEngine | BlockEngine
+    tokenizer: Tokenizer
+    denoise: DenoiseParams | None = None
+    check: Callable[[], None] = lambda: None
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        requests: Sequence[SamplingParams],
+        stops: Sequence[Sequence[str]],
+    ) -> tuple[list[Answer], dict[str, Any]]:
+        """See `Answerer`; stop texts are looked for when a block is finished.
+
+        Raises:
+            ValueError: a prompt beyond the limits.
+            FloatingPointError: logits that are not finite, or a request that was given up.
+        """
+        ends = tuple(self.tokenizer.eos_token_ids)
+        generation = self.engine.prepare(prompts, _with_ends(requests, ends), self.denoise)
+        generation.prefill()
+        rows = [_Row(self.tokenizer, stop) for stop in stops]
+        for block in generation:
+            self.check()
+            if any(rows[block.row].add(token, ends) for token in block.tokens):
+                generation.cancel(block.row, "stop")
+        _check_finished(generation.results())
+        report = generation.report.as_dict()
+        counted = {name: report[name] for name in COUNTERS if name in report}
+        # Denoising steps come as blocks by their steps.
+        steps = sum(int(taken) * count for taken, count in report["steps"].items())
+        return [row.answer() for row in rows], counted | {"steps": steps}
+
+
+def _with_ends(requests: Sequence[SamplingParams], ends: tuple[int, ...]) -> list[SamplingParams]:
+    return [
+        dataclasses.replace(request, stop_token_ids=(*request.stop_token_ids, *ends))
+        for request in requests
+    ]
+
+
+def _check_finished(results: Sequence[RequestResult]) -> None:
+    for number, result in enumerate(results):
+        if result.finish_reason == "failed":
+            raise FloatingPointError(f"prompt {number} of the batch failed: logits are not finite")
 
 
 class _Row:
