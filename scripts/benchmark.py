@@ -130,12 +130,10 @@ def decode_checkpoint(arguments: argparse.Namespace) -> Iterator[kernel_benchmar
 
 def decode_shape(arguments: argparse.Namespace) -> Iterator[kernel_benchmarks.Row]:
     from sparda_jax.config import ModelConfig, SparseConfig
-    from sparda_jax.evaluation import offload_benchmark
+    from sparda_jax.evaluation import decode_traces, offload_benchmark
 
     workloads = [
-        offload_benchmark.Workload(
-            arguments.context or 131072, batch, hit_rate, arguments.repetitions
-        )
+        decode_traces.Workload(arguments.context or 131072, batch, hit_rate, arguments.repetitions)
         for batch in arguments.batch
         for hit_rate in arguments.hit_rate
     ]

@@ -17,17 +17,16 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from host_offload import memory
 from host_offload.fetch import ProgramFetcher
 from host_offload.host_pool import HostPool, PoolLayer
-from pallas_kernels.block_selection import Selection
 from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
 from sparda_jax.engine.choosers import Chooser
 from sparda_jax.engine.generate import Engine
@@ -38,15 +37,19 @@ from sparda_jax.engine.state import (
     Misses,
     SamplingState,
     SparseCache,
-    Step,
     sampling_fields,
+)
+from sparda_jax.evaluation.decode_traces import (
+    EveryBlock,
+    Traced,
+    Workload,
+    make_trace,
 )
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Session, Timing
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.sparse.infinigen import InfiniGen
 
-STEPS_PER_CALL = 32
 # Bytes a second that the host link gives to large copies (an H200 on PCIe 5 x16; DESIGN, sec. 7).
 HOST_LINK = 53e9
 # (name, engine settings)
@@ -61,133 +64,6 @@ MODES: dict[str, dict[str, Any]] = {
     "sparda_int8": {"mode": "sparda", "offload": "host", "host_kv_dtype": "int8"},
     "sparda_fp8": {"mode": "sparda", "offload": "host", "host_kv_dtype": "float8_e4m3fn"},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What is decoded.
-
-    Attributes:
-      context: tokens of every sequence at the first step.
-      batch: sequences.
-      hit_rate: share of the free blocks that the step before has selected too.
-      calls: timed programs of `STEPS_PER_CALL` steps.
-    """
-
-    context: int
-    batch: int
-    hit_rate: float
-    calls: int = 4
-
-    @property
-    def steps(self) -> int:
-        """All steps, those of the first, untimed call and of one to be recorded included."""
-        return (self.calls + 2) * STEPS_PER_CALL
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """Lets a chooser choose and answers with the trace.
-
-    Attributes:
-      chooser: the one whose work is timed.
-      ids: blocks of every step.
-      start: position of the first step.
-    """
-
-    chooser: Any
-    ids: Int[Array, "U B K R"]
-    start: Int[Array, ""]
-
-    @property
-    def ahead(self) -> bool:
-        """As the chooser."""
-        return self.chooser.ahead
-
-    def append(
-        self, cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"]
-    ) -> SparseCache:
-        """As the chooser."""
-        return self.chooser.append(cache, k, position)
-
-    def choose(
-        self,
-        layer: Any,
-        source: Array,
-        cache: SparseCache,
-        step: Step,
-        sparse: SparseConfig,
-        num_blocks: int,
-    ) -> Selection:
-        """The trace's blocks, once the chooser has chosen."""
-        chosen = self.chooser.choose(layer, source, cache, step, sparse, num_blocks)
-        ids = jax.lax.dynamic_index_in_dim(self.ids, step.position[0] - self.start, 0, False)
-        # Zero, which the compiler cannot know: the trace has to wait for the selection.
-        return Selection(ids[:, :, None] + jnp.minimum(chosen.count, 0)[..., None], chosen.count)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class EveryBlock:
-    """Dense attention as the decode kernel does it: all blocks so far, nothing scored."""
-
-    ahead: ClassVar[bool] = False
-
-    def append(
-        self, cache: SparseCache, k: Float[Array, "B K H"], position: Int[Array, " B"]
-    ) -> SparseCache:
-        """Nothing more to keep."""
-        return cache
-
-    def choose(
-        self,
-        layer: Any,
-        source: Array,
-        cache: SparseCache,
-        step: Step,
-        sparse: SparseConfig,
-        num_blocks: int,
-    ) -> Selection:
-        """Every block up to the token's own."""
-        own = (step.position // sparse.geometry.block_size)[:, None, None, None]
-        heads = cache.blocks.shape[1]
-        ids = jnp.arange(num_blocks, dtype=jnp.int32)
-        ids = jnp.broadcast_to(ids, (own.shape[0], heads, 1, num_blocks))
-        return Selection(jnp.where(ids <= own, ids, -1), jnp.sum(ids <= own, axis=-1))
-
-
-def make_trace(
-    workload: Workload, sparse: SparseConfig, heads: int, rng: np.random.Generator
-) -> Int[np.ndarray, "U B K R"]:
-    """Selections, step by step, that keep `hit_rate` of the free blocks of the step before.
-
-    Args:
-      workload: context, batch, hit rate, steps.
-      sparse: selection rules.
-      heads: K.
-      rng: for the choice of blocks.
-    """
-    size, free = sparse.geometry.block_size, sparse.budget_blocks - sparse.forced_blocks
-    pairs = workload.batch * heads
-    own = workload.context // size
-    candidates = np.arange(sparse.init_blocks, own - sparse.local_blocks)
-    order = np.stack([rng.permutation(candidates) for _ in range(pairs)])
-    trace = np.empty((workload.steps, pairs, sparse.budget_blocks), np.int32)
-    # A window moves over a permutation: what leaves it is replaced by blocks not seen for longest.
-    moved = np.zeros(pairs)
-    for step in range(workload.steps):
-        first = moved.astype(np.int64)[:, None] + np.arange(free)
-        current = (workload.context + step) // size
-        forced = [
-            *range(sparse.init_blocks),
-            *range(current - sparse.local_blocks, current + 1),
-        ]
-        trace[step, :, : len(forced)] = forced
-        trace[step, :, len(forced) :] = np.take_along_axis(order, first % len(candidates), axis=1)
-        moved += free * (1 - workload.hit_rate)
-    trace.sort(axis=2)
-    return trace.reshape(workload.steps, workload.batch, heads, -1)
 
 
 def rows(
@@ -256,7 +132,7 @@ class Bench:
         if key not in self._engines:
             settings, shape = MODES[mode], self.model.config
             config = EngineConfig(
-                steps_per_call=STEPS_PER_CALL,
+                steps_per_call=workload.steps_per_call,
                 max_length=workload.context + workload.steps,
                 device_kv_bytes=self._budget if settings["offload"] == "auto" else None,
                 **settings,
@@ -396,13 +272,13 @@ class Run:
             seconds = time.perf_counter() - start
             assert outputs.emitted.all(), "a row stopped or met logits that are not finite"
             if call:
-                times.append(1e3 * seconds / STEPS_PER_CALL)
+                times.append(1e3 * seconds / workload.steps_per_call)
                 free, hits = free + outputs.free.sum(), hits + outputs.hits.sum()
                 fetched += outputs.fetched.sum()
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
                 jax.block_until_ready(program(*arguments, state, choosers))
-        moved = fetched * engine.run_bytes / (workload.calls * STEPS_PER_CALL)
+        moved = fetched * engine.run_bytes / (workload.calls * workload.steps_per_call)
         return Decoded(times, hits / free, moved)
 
     @functools.cached_property
@@ -433,13 +309,14 @@ class Run:
         target = rng.permutation(pairs * plan.slots)[:count].astype(np.int32)
         lists = engine.put((source, target, np.int32(count)))
         slots = _random_blocks(engine, plan, plan.slots, seed=4)
-        program = Program(functools.partial(_fetches, layers * STEPS_PER_CALL), donate=(1,))
+        steps = self._workload.steps_per_call
+        program = Program(functools.partial(_fetches, layers * steps), donate=(1,))
         slots = program(pool[-1], slots, *lists)
         times = []
         for _ in range(3):
             start = time.perf_counter()
             slots = program(pool[-1], slots, *lists).block_until_ready()
-            times.append(1e3 * (time.perf_counter() - start) / STEPS_PER_CALL)
+            times.append(1e3 * (time.perf_counter() - start) / steps)
         return statistics.median(times)
 
 

@@ -6,7 +6,7 @@ import pytest
 from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.evaluation import offload_benchmark
-from sparda_jax.evaluation.offload_benchmark import Workload, make_trace
+from sparda_jax.evaluation.decode_traces import Workload, make_trace
 
 SPARSE = SparseConfig(BlockGeometry(32, 16, 8), local_blocks=2, budget_blocks=14)
 MODEL = ModelConfig(
@@ -49,9 +49,8 @@ def known_bandwidth(monkeypatch):
     monkeypatch.setattr(offload_benchmark.Session, "copy_bandwidth", 1e10)
 
 
-def test_the_engine_meets_the_hit_rate(monkeypatch):
-    monkeypatch.setattr(offload_benchmark, "STEPS_PER_CALL", 12)
-    workload = Workload(1024, 2, 0.8, calls=1)
+def test_the_engine_meets_the_hit_rate():
+    workload = Workload(1024, 2, 0.8, calls=1, steps_per_call=12)
     modes = ["sparda_placed", "sparda_int8", "dense_resident"]
     found, kept = {}, 260_000
     for row in offload_benchmark.rows(
