@@ -20,6 +20,57 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 
+class Chunks:
+    """How chunks go through one sparse layer after another, once the layer's KV is there.
+
+    Args:
+      engine: its programs, parameters and settings.
+      size: tokens of a chunk.
+    """
+
+    def __init__(self, engine: Engine, size: int):
+        self._engine, self._size = engine, size
+        self._forecast: jax.Array | None = None  # queries for the blocks of the layer at work
+
+    def advance(
+        self,
+        index: int,
+        x: jax.Array,
+        kv: jax.Array,
+        compressed: jax.Array,
+        lengths: jax.Array,
+    ) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """A function of hidden states and a chunk's first token; returns the hidden states.
+
+        Args:
+          index: layer; they follow one another.
+          x: hidden states of all tokens before the layer.
+          kv: the layer's blocks.
+          compressed: their compressed keys.
+          lengths: tokens of each prompt.
+        """
+        engine, programs, size = self._engine, self._engine.programs, self._size
+        sparse, rope, arrays = engine.sparse, engine.rope, engine.layers[index].arrays
+        if engine.config.mode != "sparda":
+            run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=size, sparse=sparse)
+            return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths)
+        if index == 0:
+            kernel = engine.forecast_kernel(0)
+            first = programs.on_layer(prefill.first_forecast, chunk=size)
+            self._forecast = first(arrays, rope, x, kernel)
+        # The last layer has no next one; what its projection makes is not looked at.
+        kernel = engine.forecast_kernel(min(index + 1, len(engine.layers) - 1))
+        look = programs.on_layer(prefill.forecast_chunk, donate=(2, 3), size=size, sparse=sparse)
+
+        def advance(x: jax.Array, at: jax.Array) -> jax.Array:
+            x, self._forecast = look(
+                arrays, rope, x, self._forecast, at, kernel, kv, compressed, lengths
+            )
+            return x
+
+        return advance
+
+
 class PromptRun:
     """Prefill of one batch, once.
 
@@ -31,7 +82,7 @@ class PromptRun:
 
     def __init__(self, engine: Engine, plan: BatchPlan, pool: HostPool | None):
         self._engine, self._plan, self._pool = engine, plan, pool
-        self._forecast: jax.Array | None = None  # queries for the blocks of the layer at work
+        self._chunks: Chunks | None = None
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], progress: Progress | None
@@ -51,6 +102,7 @@ class PromptRun:
         chunk = min(engine.config.prefill_chunk, plan.padded_length)
         starts = [engine.put(np.int32(at)) for at in range(0, plan.padded_length, chunk)]
         total, layers = len(engine.layers) * len(starts), []
+        self._chunks = Chunks(engine, chunk)
         for index in range(len(engine.layers)):
             advance, cache = self._layer(index, x, lengths, chunk)
             for part, at in enumerate(starts):
@@ -80,24 +132,8 @@ class PromptRun:
         )
         kv, compressed = make(arrays, rope, x)
         cache = self._sparse_cache(index, kv, compressed, lengths)
-        if engine.config.mode != "sparda":
-            run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=chunk, sparse=sparse)
-            return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
-        if index == 0:
-            kernel = engine.forecast_kernel(0)
-            first = programs.on_layer(prefill.first_forecast, chunk=chunk)
-            self._forecast = first(arrays, rope, x, kernel)
-        # The last layer has no next one; what its projection makes is not looked at.
-        kernel = engine.forecast_kernel(min(index + 1, len(engine.layers) - 1))
-        look = programs.on_layer(prefill.forecast_chunk, donate=(2, 3), size=chunk, sparse=sparse)
-
-        def advance(x: jax.Array, at: jax.Array) -> jax.Array:
-            x, self._forecast = look(
-                arrays, rope, x, self._forecast, at, kernel, kv, compressed, lengths
-            )
-            return x
-
-        return advance, cache
+        assert self._chunks is not None
+        return self._chunks.advance(index, x, kv, compressed, lengths), cache
 
     def _sparse_cache(
         self, index: int, kv: jax.Array, compressed: jax.Array, lengths: jax.Array

@@ -65,7 +65,7 @@ class Scheduler:
 
     Raises:
         ValueError: rows that do not fit in memory, or more tokens than the engine's limit.
-        NotImplementedError: an engine on several devices.
+        NotImplementedError: several devices; a model with importance biases (NOSA).
     """
 
     def __init__(
@@ -76,8 +76,9 @@ class Scheduler:
     ):
         self.engine, self.config = engine, config or SchedulerConfig()
         self.tokenizer = tokenizer
-        if engine.mesh is not None:
-            raise NotImplementedError("a scheduler over an engine on several devices")
+        if engine.mesh is not None or engine.model.config.kv_importance:
+            what = "a model with importance biases" if engine.mesh is None else "several devices"
+            raise NotImplementedError(f"the scheduler does not serve {what}")
         limit = engine.config.max_length or engine.model.config.max_position_embeddings
         self.max_length = self.config.max_length or limit
         require(

@@ -23,6 +23,7 @@ from sparda_jax.config import SparseConfig
 from sparda_jax.engine import prefill
 from sparda_jax.engine.choosers import Chooser, InfiniGenAhead
 from sparda_jax.engine.plan import pad_prompts
+from sparda_jax.engine.prompts import Chunks
 from sparda_jax.engine.state import DenseCache
 from sparda_jax.models.decoder import DecoderLayer
 from sparda_jax.models.rope import RopeTable, rope_rows
@@ -184,41 +185,22 @@ class _LayerRun:
     ):
         self._engine, self._prompt, self._chunk = engine, prompt, chunk
         self._lengths, self._bounds = lengths, bounds
-        self._forecast: jax.Array | None = None  # queries for the blocks of the layer at work
+        self._chunks = Chunks(engine, chunk)
 
     def begin(
         self, index: int, x: jax.Array
     ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], LayerRow]:
         """Computes a layer's KV; returns how to advance a chunk of x, and the cache for decode."""
         engine, programs, size = self._engine, self._engine.programs, self._chunk
-        arrays, rope, sparse = engine.layers[index].arrays, engine.rope, engine.sparse
-        project = programs.on_layer(
-            project_chunks, donate=(4,), size=size, block_size=sparse.geometry.block_size
-        )
+        arrays, rope = engine.layers[index].arrays, engine.rope
+        block_size = engine.sparse.geometry.block_size
+        project = programs.on_layer(project_chunks, donate=(4,), size=size, block_size=block_size)
         kv = project(arrays, rope, x, self._bounds, self._past(index))
         if isinstance(kv, DenseCache):
             run = programs.on_layer(prefill.dense_chunk, donate=(2,), size=size)
             return lambda x, at: run(arrays, rope, x, at, kv), kv
         cache = self._cache(index, kv)
-        compressed, lengths = cache.compressed, self._lengths
-        if engine.config.mode != "sparda":
-            run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=size, sparse=sparse)
-            return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths), cache
-        if index == 0:
-            kernel = engine.forecast_kernel(0)
-            first = programs.on_layer(prefill.first_forecast, chunk=size)
-            self._forecast = first(arrays, rope, x, kernel)
-        # The last layer has no next one; what its projection makes is not looked at.
-        kernel = engine.forecast_kernel(min(index + 1, len(engine.layers) - 1))
-        look = programs.on_layer(prefill.forecast_chunk, donate=(2, 3), size=size, sparse=sparse)
-
-        def advance(x: jax.Array, at: jax.Array) -> jax.Array:
-            x, self._forecast = look(
-                arrays, rope, x, self._forecast, at, kernel, kv, compressed, lengths
-            )
-            return x
-
-        return advance, cache
+        return self._chunks.advance(index, x, kv, cache.compressed, self._lengths), cache
 
     def _past(self, index: int) -> LayerKV:
         if self._prompt.past is not None:
