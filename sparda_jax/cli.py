@@ -196,9 +196,10 @@ def engine_settings(args: argparse.Namespace) -> tuple[SparseConfig, EngineConfi
     from sparda_jax.config import EngineConfig, SparseConfig
     from sparda_jax.engine.plan import check_settings
     from sparda_jax.forecast.files import forecast_policy
+    from sparda_jax.huggingface_policy import folder_policy
 
     trained_for = None if args.forecast is None else forecast_policy(args.forecast)
-    rules = policy(args, trained_for or SparseConfig())
+    rules = policy(args, trained_for or folder_policy(args.model) or SparseConfig())
     sparse = dataclasses.replace(rules, dense_len=args.dense_len)
     config = EngineConfig(
         mode=args.mode,

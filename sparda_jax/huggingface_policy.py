@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pallas_kernels.geometry import BlockGeometry
@@ -66,3 +68,14 @@ def parse_sparse_config(config: Mapping[str, Any]) -> SparseConfig | None:
         dense_len=max(given.get("dense_len", 0), 0),  # -1 is how the public code says never
         query_blocks=None if query is None else given["init_blocks"] + local + query,
     )
+
+
+def folder_policy(model: str | Path) -> SparseConfig | None:
+    """The policy that a checkpoint folder names; None for anything but a folder with a config.
+
+    Raises:
+        ValueError: as `parse_sparse_config`, or a config that is not JSON.
+        NotImplementedError: as `parse_sparse_config`.
+    """
+    path = Path(model) / "config.json"
+    return parse_sparse_config(json.loads(path.read_text("utf-8"))) if path.is_file() else None

@@ -14,7 +14,7 @@ from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.config import SparseConfig
 from sparda_jax.forecast.files import save_forecast
 from sparda_jax.forecast.forward import sparda_forward
-from sparda_jax.huggingface_policy import parse_sparse_config
+from sparda_jax.huggingface_policy import folder_policy, parse_sparse_config
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse.infllm_v2 import sparse_attention
 from sparda_jax.sparse.nosa import block_bias, block_importance
@@ -61,6 +61,7 @@ def test_policy_of_the_published_config():
     policy = SparseConfig(BlockGeometry(64, 32, 16), 1, 16, 96, query_blocks=41)
     assert parse_sparse_config({"sparse_config": given}) == policy
     assert parse_sparse_config({}) is None
+    assert folder_policy("org/name") is None
     with pytest.raises(NotImplementedError, match="use_nope = True"):
         parse_sparse_config({"sparse_config": given | {"use_nope": True}})
     with pytest.raises(ValueError, match="window_size 1000 is not a multiple of block_size 64"):
@@ -71,9 +72,10 @@ def test_policy_of_the_published_config():
 
 
 @pytest.mark.parametrize("mode", ["sparse", "sparda"])
-def test_nosa_equals_the_published_model(nosa, mode):
+def test_nosa_equals_the_published_model(nosa, mode, data_dir):
     loaded, expected = nosa
     assert loaded.sparse is not None and loaded.sparse.query_blocks == 4
+    assert loaded.sparse == folder_policy(data_dir / NOSA)
     tokens, prompt = jnp.asarray(expected["input_ids"]), 560
 
     @jax.jit
