@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, Self
 
 import optax
 
@@ -72,6 +73,12 @@ class RunConfig:
             )
         if not self.explosion > 1:
             raise ValueError(f"explosion must be above 1, got {self.explosion}")
+
+    def of_program(self) -> Self:
+        """The same but for what no compiled program depends on: so several runs share theirs."""
+        steps = self.steps if self.warmup_steps or self.decay_steps else 1
+        rest: dict[str, Any] = {"save_every": 1, "keep": 1, "eval_every": 0, "eval_windows": 1}
+        return dataclasses.replace(self, steps=steps, seed=0, explosion=math.inf, **rest)
 
 
 def learning_rate_of(config: RunConfig) -> float | optax.Schedule:

@@ -187,7 +187,7 @@ class Run:
     @functools.cached_property
     def static(self) -> dict[str, Any]:
         """Static arguments of the compiled programs."""
-        return {"config": self.config, "mesh": self.mesh}
+        return {"config": self.config.of_program(), "mesh": self.mesh}
 
     def start(self) -> TrainState:
         """The state before the first step."""

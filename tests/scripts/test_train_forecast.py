@@ -13,6 +13,7 @@ import pytest
 from scripts import train_forecast
 from sparda_jax.checkpoints.load import load_pretrained
 from sparda_jax.forecast.files import load_forecast
+from sparda_jax.forecast.training import Trainer
 
 SMALL = [
     "--block-size=8", "--kernel-size=4", "--kernel-stride=2", "--local-blocks=1",
@@ -39,6 +40,10 @@ def call(checkpoint, text, capsys):
     return run
 
 
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.smoke
 def test_trains_saves_and_goes_on(call, checkpoint, tmp_path):
     out = tmp_path / "run"
@@ -51,12 +56,6 @@ def test_trains_saves_and_goes_on(call, checkpoint, tmp_path):
     forecast, sparse = load_forecast(printed.strip(), model)
     assert sparse.geometry.block_size == 8 and sparse.budget_blocks == 5
     assert np.isfinite(forecast.first.kernel[...]).all()
-    # For comparison only: the engine would read the wrong layer's state.
-    code, printed, notes = call("--out", str(tmp_path / "two"), "--lookahead=2")
-    assert code == 0, notes
-    with pytest.raises(ValueError, match="was trained to look 2 layers ahead, not 1; the engine"):
-        load_forecast(printed.strip(), model)
-    load_forecast(printed.strip(), model, lookahead=2)
     # A finished run is not trained again; it only writes its weights.
     before = (out / "forecast.safetensors").read_bytes()
     code, _, notes = call("--out", str(out))
@@ -64,6 +63,19 @@ def test_trains_saves_and_goes_on(call, checkpoint, tmp_path):
     assert (out / "forecast.safetensors").read_bytes() == before
     code, _, notes = call("--out", str(out), "--learning-rate=1")
     assert code == 1 and notes.splitlines()[-1].endswith("another learning_rate: 0.0005, not 1.0")
+
+
+def test_weights_for_another_lookahead_are_refused_by_default(
+    call, checkpoint, tmp_path, monkeypatch
+):
+    """They are for comparison: the engine would give them the wrong layer's state."""
+    monkeypatch.setattr(Trainer, "run", lambda self, report: self.start())
+    code, printed, notes = call("--out", str(tmp_path), "--lookahead=2")
+    assert code == 0, notes
+    model, _ = load_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="was trained to look 2 layers ahead, not 1; the engine"):
+        load_forecast(printed.strip(), model)
+    load_forecast(printed.strip(), model, lookahead=2)
 
 
 def test_dry_run(call, tmp_path):
@@ -91,7 +103,9 @@ def test_mistakes_are_one_line(call, tmp_path, option, message):
     assert message in notes.splitlines()[-1]
 
 
-def test_two_processes_end_in_the_bits_of_two_devices(checkpoint, text, tmp_path):
+def test_two_processes_end_in_the_bits_of_two_devices_and_train_as_one(
+    call, checkpoint, text, tmp_path
+):
     script = Path(train_forecast.__file__)
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -110,16 +124,21 @@ def test_two_processes_end_in_the_bits_of_two_devices(checkpoint, text, tmp_path
 
     shared = [f"--coordinator={address}", "--processes=2"]
     runs = [start("two", *shared, f"--process-id={i}") for i in range(2)]
-    notes = [run.communicate(timeout=240)[1] for run in runs]
+    notes = [run.communicate(timeout=600)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], notes
     alone = start("one", "--devices=2", devices=2)
-    assert (alone.communicate(timeout=240), alone.returncode)[1] == 0
+    assert (alone.communicate(timeout=600), alone.returncode)[1] == 0
     ends = [(tmp_path / out / "forecast.safetensors").read_bytes() for out in ("two", "one")]
     assert ends[0] == ends[1]
     # Written once, by process 0, which alone tells how it goes.
-    lines = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+    two = records(tmp_path / "two")
+    assert [record["step"] for record in two] == [0, 1, 2, 3, 4]
     assert "step 4/4" in notes[0] and "step 4/4" not in notes[1]
+    # One device sees every gradient before it is summed in another order.
+    assert call("--out", str(tmp_path / "single"), "--batch=4", "--micro-batch=2")[0] == 0
+    for a, b in zip(records(tmp_path / "single"), two, strict=True):
+        for name in {"loss", "recall", "gradient_norm", "held_out_loss", "held_out_recall"} & {*a}:
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-4, err_msg=name)
 
 
 def test_processes_are_named_in_full(call, tmp_path):
