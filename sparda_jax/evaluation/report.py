@@ -32,7 +32,9 @@ COMPARISON = """\
 ## Against published numbers
 
 Theirs are for other weights and other hardware than ours, as the columns say; they come from
-secondary sources (named in the file). Ours is empty where nothing comparable has been measured.
+secondary sources (named in the file). Ours is empty where nothing comparable has been measured. Our
+decode rows are of random weights at the hit rate that a row names, which decides the speed; the hit
+rates of theirs are the models' own and not known to us.
 """
 
 
@@ -194,21 +196,19 @@ def _section(results: Results, pictures: Sequence[str]) -> str:
 
 def _comparison(results: Sequence[Results]) -> str:
     """Published rows beside those of ours that are named like them but for the hit rate."""
-    ours = {
-        re.sub(r"/hit[\d.]+", "", name): (name, row, part)
-        for part in results
-        if part.path.parent.name != PUBLISHED
-        for name, row in part.named.items()
-    }
+    ours: dict[str, list[tuple[str, dict[str, Any], Results]]] = {}
+    for part in results:
+        for name, row in part.named.items() if part.path.parent.name != PUBLISHED else ():
+            ours.setdefault(re.sub(r"/hit[\d.]+", "", name), []).append((name, row, part))
     lines = []
     for part in results:
-        if part.path.parent.name != PUBLISHED:
-            continue
-        for name, row in part.named.items():
-            found, cells = ours.get(name), ["", "", ""]
-            if found:
-                cells = [_interval(found[1]), found[2].document["device"], f"`{found[0]}`"]
-            lines.append([name, _figure(row["median"]), row["unit"], row["device"], *cells])
+        for name, row in part.named.items() if part.path.parent.name == PUBLISHED else ():
+            theirs = [name, _figure(row["median"]), row["unit"], row["device"]]
+            found = [
+                [*theirs, _interval(mine), where.document["device"], f"`{own}`"]
+                for own, mine, where in ours.get(name, [])
+            ]
+            lines += found or [[*theirs, "", "", ""]]
     head = ["", "theirs", "unit", "on", "ours", "on", "row"]
     return f"{COMPARISON}\n{table(head, lines)}" if lines else ""
 
@@ -236,10 +236,10 @@ def _point(x: float, row: dict[str, Any]) -> Point:
 
 
 def _by_batch(results: Results) -> dict[str, dict[str, list[Point]]]:
-    """Rows named .../<context>K/B<batch>/.../<mode> in tok/s: a panel a context."""
+    """Rows named .../<context>K/B<batch>/<what> in tok/s: a panel a context."""
     panels: dict[str, dict[str, list[Point]]] = {}
     for name, row in results.named.items():
-        found = re.fullmatch(r"(.*)/(\d+K)/B(\d+)(?:/.*)?/([^/]+)", name)
+        found = re.fullmatch(r"(.*)/(\d+K)/B(\d+)/(.+)", name)
         if found and row["unit"] == "tok/s":
             series = panels.setdefault(f"{found[1]}, {found[2]}", {})
             series.setdefault(found[4], []).append(_point(int(found[3]), row))
@@ -304,7 +304,13 @@ def draw(results: Sequence[Results], folder: Path) -> dict[str, list[str]]:
         if part.path.parent.name == PUBLISHED:
             continue
         for kind, (choose, x, y) in _CURVES.items():
-            if panels := choose(part):
+            # One point is no curve.
+            panels = {
+                title: series
+                for title, series in choose(part).items()
+                if len({point.x for points in series.values() for point in points}) > 1
+            }
+            if panels:
                 plots.curves(panels, target(part, kind), x=x, y=y)
         roofline = {
             name: Point(0, row["of_roofline"], row["of_roofline"], row["of_roofline"])
