@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,17 +12,16 @@ import jax
 import numpy as np
 
 from host_offload import memory, overlap
-from host_offload.fetch import EagerFetcher
 from host_offload.host_pool import HostPool
 from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
 from sparda_jax.engine import decode, prefill, spmd
+from sparda_jax.engine.batch import Batch, Gain
 from sparda_jax.engine.choosers import (
     ForecastAhead,
     forecast_choosers,
     infinigen_choosers,
     own_choosers,
 )
-from sparda_jax.engine.eager import eager_step
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.placement import Estimate, estimate
 from sparda_jax.engine.plan import BatchPlan, check_memory, check_settings, plan_batch
@@ -32,8 +32,6 @@ from sparda_jax.engine.state import (
     DecodeState,
     LayerCache,
     SamplingState,
-    SparseCache,
-    StepOutput,
     sampling_fields,
 )
 from sparda_jax.forecast.projection import Forecast
@@ -239,8 +237,8 @@ class Generation:
     Attributes:
       plan: its sizes.
       report: counters, current at any time.
-      state: the decode state; None before prefill.
       pool: the host pool; None when the KV is resident.
+      batch: the rows that decode; None before prefill.
     """
 
     def __init__(
@@ -252,14 +250,11 @@ class Generation:
     ):
         self.plan = plan
         self.report = Report(full_kv_bytes=plan.full_kv_bytes, run_bytes=engine.run_bytes)
-        self.state: DecodeState | None = None
+        self.batch: Batch | None = None
         self.pool: HostPool | None = None
         self._engine, self._prompts, self._requests = engine, prompts, requests
         self._tokens: list[list[int]] = [[] for _ in prompts]
-        # What the host knows of the rows; the state's own arrays are gone while a call runs.
-        self._lengths = np.array([len(prompt) for prompt in prompts])
-        self._active = np.ones(len(prompts), bool)
-        self._failed = np.zeros(len(prompts), bool)
+        self._first: list[Gain] = []
         self._cancelled = np.zeros(len(prompts), bool)
         if plan.slots:
             self.pool = engine.host_pool(plan)
@@ -282,8 +277,8 @@ class Generation:
             report.prefill_seconds = time.perf_counter() - start - report.prefill_compile_seconds
             if self.pool is not None:
                 report.host_kv_bytes = self.pool.nbytes
-        report.prefill_tokens = int(np.sum(self._lengths))
-        report.context_tokens = int(np.max(self._lengths))
+        sizes = [len(prompt) for prompt in self._prompts]
+        report.prefill_tokens, report.context_tokens = sum(sizes), max(sizes)
         report.device_kv_bytes = memory.tree_bytes(layers)
         if self.pool is not None:
             report.device_kv_bytes += self.pool.scale_bytes
@@ -291,63 +286,33 @@ class Generation:
     def _first_token(
         self, x: jax.Array, lengths: jax.Array, layers: tuple[LayerCache, ...]
     ) -> None:
-        engine, batch = self._engine, self.plan.batch
+        engine, count = self._engine, self.plan.batch
         fields = {
-            "last_token": np.zeros(batch, np.int32),
-            "active": np.ones(batch, bool),
-            "failed": np.zeros(batch, bool),
+            "last_token": np.zeros(count, np.int32),
+            "active": np.ones(count, bool),
+            "failed": np.zeros(count, bool),
             "remaining": np.array([r.max_new_tokens for r in self._requests], np.int32),
         }
         sampling = SamplingState(**engine.put(sampling_fields(self._requests)))
         state = DecodeState(lengths=lengths, sampling=sampling, layers=(), **engine.put(fields))
         run = engine.programs.on_model(prefill.first_token, top_logprobs=engine.config.top_logprobs)
-        state, tokens, emitted, _ = run(engine.parameters.arrays, x, state)
-        self.state = dataclasses.replace(state, layers=layers)
-        tokens, emitted, self._active, self._failed = jax.device_get(
-            (tokens, emitted, state.active, state.failed)
-        )
-        self._first = [(int(row), int(tokens[row])) for row in np.flatnonzero(emitted)]
+        state, *drawn = run(engine.parameters.arrays, x, state)
+        state = dataclasses.replace(state, layers=layers)
+        self.batch = Batch(engine, self.plan, state, self.pool, self.report)
+        self.batch.look([request.logprobs for request in self._requests])
+        # As the outputs of a call of one step.
+        drawn = jax.tree.map(lambda leaf: leaf[None], jax.device_get(drawn))
+        self._first = self.batch.gains(*drawn)
 
-    def _decode(self) -> Callable[[DecodeState], tuple[DecodeState, StepOutput]]:
-        """How to run one decode call, compiled."""
-        engine, plan = self._engine, self.plan
-        arrays, rope, pool = engine.parameters.arrays, engine.rope, self.pool
-        assert self.state is not None
-        if pool is not None:
-            # Compiles the write-back, which is first needed some tokens later; writes nothing.
-            pool.write_back(self._tails(), engine.put(np.full(plan.batch, -1, np.int32)))
-        if pool is not None and engine.config.fetch == "eager":
-            fetcher = EagerFetcher(pool, engine.device)
-            return lambda state: eager_step(
-                engine.programs,
-                engine.parameters,
-                engine.layers,
-                rope,
-                state,
-                fetcher,
-                engine.sparse,
-                plan.num_blocks,
-                engine.choosers,
-                engine.config.top_logprobs,
-            )
-        program = engine.decode_program(plan.num_blocks)
-        program.compile(arrays, rope, pool and pool.layers, self.state, engine.choosers)
-        return lambda state: program(arrays, rope, pool and pool.layers, state, engine.choosers)
+    @property
+    def state(self) -> DecodeState | None:
+        """The decode state; None before prefill."""
+        return None if self.batch is None else self.batch.state
 
-    def _tails(self) -> tuple[jax.Array, ...]:
-        assert self.state is not None
-        return tuple(cache.tail for cache in self.state.layers if isinstance(cache, SparseCache))
-
-    def _write_back(self, lengths: np.ndarray) -> None:
-        """Writes the tail blocks that filled between ``self._lengths`` and ``lengths``."""
-        engine, size = self._engine, self._engine.sparse.geometry.block_size
-        filled = lengths // size > self._lengths // size
-        if self.pool is not None and np.any(filled):
-            targets = np.where(filled, lengths // size - 1, -1).astype(np.int32)
-            self.pool.write_back(self._tails(), engine.put(targets))
-            layers = len(engine.layers) - self.plan.resident_layers
-            heads = engine.model.config.num_kv_heads
-            self.report.written_back_runs += int(np.sum(filled)) * heads * layers
+    def _rows(self) -> Batch:
+        if self.batch is None:
+            raise RuntimeError("prefill has not run")
+        return self.batch
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yields (request, token) as they are drawn, those of prefill first.
@@ -355,42 +320,23 @@ class Generation:
         Raises:
           RuntimeError: before prefill.
         """
-        if self.state is None:
-            raise RuntimeError("prefill has not run")
-        report = self.report
+        batch = self._rows()
         first, self._first = self._first, []
         yield from self._record(first)
-        if not np.any(self._active):
-            return
-        start = time.perf_counter()
-        call = self._decode()
-        report.decode_compile_seconds = time.perf_counter() - start
-        while np.any(self._active):
-            start, compiled = time.perf_counter(), self._engine.programs.compile_seconds
-            self.state, outputs = call(self.state)
-            state = self.state
-            outputs, lengths, self._active, self._failed = jax.device_get(
-                (outputs, state.lengths, state.active, state.failed)
-            )
-            self._write_back(lengths)
-            self._lengths = lengths
-            late = self._engine.programs.compile_seconds - compiled
-            report.decode_compile_seconds += late
-            report.decode_seconds += time.perf_counter() - start - late
-            report.add_steps(outputs)
-            report.context_tokens = int(np.max(lengths))
-            yield from self._record(
-                [
-                    (int(row), int(outputs.tokens[step, row]))
-                    for step, row in np.argwhere(outputs.emitted)
-                ]
-            )
+        while np.any(batch.active):
+            yield from self._record(batch.decode())
 
-    def _record(self, drawn: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _record(self, gains: list[Gain]) -> list[tuple[int, int]]:
         """Keeps what was drawn before the caller, who may stop at any token, sees the first."""
-        for row, token in drawn:
-            self._tokens[row].append(token)
-        return drawn
+        for gain in gains:
+            self._tokens[gain.row] += gain.tokens
+        steps = itertools.zip_longest(*(gain.tokens for gain in gains))
+        return [
+            (gain.row, token)
+            for drawn in steps
+            for gain, token in zip(gains, drawn, strict=True)
+            if token is not None
+        ]
 
     def cancel(self, row: int) -> None:
         """Ends one request between two tokens; it computes along idle and the others go on.
@@ -398,23 +344,22 @@ class Generation:
         Raises:
           RuntimeError: before prefill.
         """
-        if self.state is None:
-            raise RuntimeError("prefill has not run")
-        self._cancelled[row] = self._active[row]
-        self._active = self._active & ~self._cancelled
-        active = self._engine.put(self._active)
-        self.state = dataclasses.replace(self.state, active=active)
+        batch = self._rows()
+        self._cancelled[row] = batch.active[row]
+        batch.stop(row)
 
     def results(self) -> list[RequestResult]:
         """The requests as they stand; unfinished ones count as interrupted."""
-        results = []
+        results, batch = [], self.batch
         for row, (prompt, tokens) in enumerate(zip(self._prompts, self._tokens, strict=True)):
             reason: FinishReason = "length"
-            if self._failed[row]:
+            if batch is None:
+                reason = "interrupted"
+            elif batch.failed[row]:
                 reason = "failed"
             elif self._cancelled[row]:
                 reason = "cancelled"
-            elif self._active[row]:
+            elif batch.active[row]:
                 reason = "interrupted"
             elif tokens and tokens[-1] in self._requests[row].stop_token_ids:
                 reason = "stop"

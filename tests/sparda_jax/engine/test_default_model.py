@@ -99,8 +99,10 @@ def test_a_request_alone_equals_the_batch(run, texts):
         return leaf.at[1].set(jnp.nan)
 
     with jax.transfer_guard("allow"):
-        state = generation.state
-        generation.state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
+        state = generation.batch.state
+        generation.batch.state = dataclasses.replace(
+            state, layers=jax.tree.map(poison, state.layers)
+        )
         list(generation)
     alone, other = generation.results()
     assert alone.tokens == batched[0]

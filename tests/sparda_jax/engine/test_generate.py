@@ -178,7 +178,7 @@ def test_a_row_is_bit_identical_with_its_neighbours_idle_or_poisoned(
         if others != "live":
             for row in np.flatnonzero(~mine):
                 generation.cancel(row)
-        state = generation.state
+        state = generation.batch.state
 
         def poison(leaf):
             if not np.issubdtype(leaf.dtype, np.floating):
@@ -188,7 +188,7 @@ def test_a_row_is_bit_identical_with_its_neighbours_idle_or_poisoned(
 
         if others == "poisoned":
             state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
-        step = generation._decode()
+        step = generation.batch.compile()
         for _ in range(6):
             state, outputs = step(state)
         caches = [
@@ -307,8 +307,8 @@ def test_nan_logits_fail_only_their_request(make_engine, prompts):
         rows = bad.reshape(-1, *[1] * (leaf.ndim - 1))
         return engine.put(np.where(rows, np.nan, jax.device_get(leaf)).astype(np.float32))
 
-    state = generation.state
-    generation.state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
+    state = generation.batch.state
+    generation.batch.state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
     list(generation)
     results = generation.results()
     assert [result.finish_reason for result in results] == ["length", "failed", "length"]
@@ -401,7 +401,7 @@ def test_decode_steps_in_the_users_own_jit(make_engine, model, sparse, forecast,
             model, rope, pool, state, choosers, steps=8, sparse=sparse, num_blocks=blocks
         )
 
-    _, outputs = eight(model, engine.rope, generation.pool.layers, generation.state, choosers)
+    _, outputs = eight(model, engine.rope, generation.pool.layers, generation.batch.state, choosers)
     drawn = jax.device_get(outputs.tokens)
     for row in range(len(prompts)):
         np.testing.assert_array_equal(drawn[:, row], expected[row][1:9])
