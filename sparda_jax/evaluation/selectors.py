@@ -94,15 +94,23 @@ def _blocks(state: LayerState, sparse: SparseConfig) -> int:
     return state.keys.shape[2] // sparse.geometry.block_size
 
 
-@dataclasses.dataclass(frozen=True)
-class MultiHead:
-    """InfLLM-V2: attention mass of the layer's own queries on compressed keys."""
+class _OwnQueries:
+    """Selectors that look at what the layer itself asks, key by key and head by head."""
 
     def queries(
         self, layer: DecoderLayer, parameter: None, state: LayerState, sparse: SparseConfig
     ) -> Array:
         """See `Selector`."""
         return state.q
+
+    def size(self, state: LayerState) -> int:
+        """See `Selector`."""
+        return state.q.shape[2] * state.keys.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiHead(_OwnQueries):
+    """InfLLM-V2: attention mass of the layer's own queries on compressed keys."""
 
     def scores(
         self, queries: Array, positions: Array, parameter: None, state: LayerState,
@@ -148,7 +156,7 @@ class ForecastQueries:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForecastOnKeys(ForecastQueries):
+class ForecastOnKeys(_ByToken, ForecastQueries):
     """Bound: the Forecast scored against every single key, a block by its best: no means at all."""
 
     def scores(
@@ -159,20 +167,10 @@ class ForecastOnKeys(ForecastQueries):
         dots = forecast_scores(queries, state.keys, positions + 1)
         return dots.reshape(*dots.shape[:3], _blocks(state, sparse), -1).max(-1)
 
-    def size(self, state: LayerState) -> int:
-        """See `Selector`."""
-        return state.keys.shape[1] * state.keys.shape[2]
-
 
 @dataclasses.dataclass(frozen=True)
-class FineTeacher:
+class FineTeacher(_OwnQueries):
     """Bound: the blocks that the published training aims at, by means of two neighbouring keys."""
-
-    def queries(
-        self, layer: DecoderLayer, parameter: None, state: LayerState, sparse: SparseConfig
-    ) -> Array:
-        """See `Selector`."""
-        return state.q
 
     def scores(
         self, queries: Array, positions: Array, parameter: None, state: LayerState,
@@ -182,10 +180,6 @@ class FineTeacher:
         config = LossConfig(sparse)
         scores = teacher(config, queries, state.keys, state.compressed, positions)
         return pool_scores(scores, num_blocks=_blocks(state, sparse), geometry=sparse.geometry)
-
-    def size(self, state: LayerState) -> int:
-        """See `Selector`."""
-        return state.q.shape[2] * state.keys.shape[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,14 +241,8 @@ class Uniform(_ByToken):
 
 
 @dataclasses.dataclass(frozen=True)
-class Oracle:
+class Oracle(_OwnQueries):
     """Upper bound: the blocks that the layer's query heads truly attend most."""
-
-    def queries(
-        self, layer: DecoderLayer, parameter: None, state: LayerState, sparse: SparseConfig
-    ) -> Array:
-        """See `Selector`."""
-        return state.q
 
     def scores(
         self, queries: Array, positions: Array, parameter: None, state: LayerState,
@@ -262,10 +250,6 @@ class Oracle:
     ) -> Array:  # fmt: skip
         """See `Selector`."""
         return block_mass(queries, state.keys, positions, sparse.geometry.block_size)
-
-    def size(self, state: LayerState) -> int:
-        """See `Selector`."""
-        return state.q.shape[2] * state.keys.shape[2]
 
 
 def forced_blocks(
