@@ -101,8 +101,14 @@ class Batch:
         self.state = dataclasses.replace(self.state, active=active)
 
     def decode(self) -> list[Gain]:
-        """One decode call for all active rows; rows that end are no longer `active` after it."""
+        """One decode call for all active rows.
+
+        Returns:
+          What each of them gained; nothing, where its logits were not finite at once. Those that
+          ended are no longer `active`.
+        """
         programs, report = self._engine.programs, self.report
+        rows = np.flatnonzero(self.active)
         call = self.compile()
         begun, compiled = time.perf_counter(), programs.compile_seconds
         self.state, outputs = call(self.state)
@@ -117,16 +123,13 @@ class Batch:
         report.decode_seconds += time.perf_counter() - begun - late
         report.add_steps(outputs)
         report.context_tokens = int(np.max(lengths))
-        return self.gains(outputs.tokens, outputs.emitted, outputs.logprobs)
+        return self.gains(rows, outputs.tokens, outputs.emitted, outputs.logprobs)
 
     def gains(
-        self, tokens: np.ndarray, emitted: np.ndarray, logprobs: LogProbabilities
+        self, rows: np.ndarray, tokens: np.ndarray, emitted: np.ndarray, logprobs: LogProbabilities
     ) -> list[Gain]:
-        """What each row gained, from outputs stacked over steps; rows without anything left out."""
-        return [
-            self.gain(row, tokens, emitted, logprobs, column=row)
-            for row in np.flatnonzero(np.any(emitted, axis=0)).tolist()
-        ]
+        """What some rows gained, from outputs stacked over steps."""
+        return [self.gain(row, tokens, emitted, logprobs, column=row) for row in rows.tolist()]
 
     def compile(self) -> Call:
         """The decode call, compiled now if it is new."""

@@ -302,7 +302,7 @@ class Generation:
         self.batch.look([request.logprobs for request in self._requests])
         # As the outputs of a call of one step.
         drawn = jax.tree.map(lambda leaf: leaf[None], jax.device_get(drawn))
-        self._first = self.batch.gains(*drawn)
+        self._first = self.batch.gains(np.arange(count), *drawn)
 
     @property
     def state(self) -> DecodeState | None:
