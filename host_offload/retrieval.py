@@ -48,7 +48,7 @@ class Retrieved:
     """Chosen rows of one layer, on their way to the device.
 
     Attributes:
-        kv: slots; rows past `counts` are stale.
+        kv: keys and values one after the other; rows past `counts` are stale.
         counts: `int32[B]`, rows chosen for each request.
         ids: of each request that was asked for, `int32[K, n]`.
         errors: by request, what went wrong with its selection.
@@ -60,7 +60,7 @@ class Retrieved:
         ended: when the copy had been started.
     """
 
-    kv: Float[Array, "B K Z 2 P H"]
+    kv: Float[Array, "B K 2 R H"]
     counts: np.ndarray
     ids: dict[int, np.ndarray]
     errors: dict[int, Exception]
@@ -73,8 +73,6 @@ class Retrieved:
 
 class Staging:
     """A ring of pinned buffers, each written again only when its last copy has arrived.
-
-    Who donates a copy to a program has waited for it before.
 
     Where the device's memory is the host's (the CPU back end) a copy may hand out the buffer
     itself; every copy has a fresh one there.
@@ -96,7 +94,7 @@ class Staging:
     def next(self) -> np.ndarray:
         """The buffer to fill, once its last copy has arrived."""
         sent = self._sent[self._turn]
-        if sent is not None and not sent.is_deleted():
+        if sent is not None:
             sent.block_until_ready()
         return self._views[self._turn]
 
@@ -123,7 +121,8 @@ class Retrieval:
         self,
         store: RowStore,
         selector: CpuSelector,
-        slots: tuple[int, ...],
+        rows: int,
+        granule: int,
         device: jax.Device,
         *,
         workers: int,
@@ -131,7 +130,9 @@ class Retrieval:
     ):
         self.store, self.workers = store, workers
         self._selector, self._device = selector, device
-        self._staging = Staging(slots, store.shape.dtype, device, depth)
+        self._granule = granule
+        shape = (store.shape.batch, store.shape.heads, 2, rows, store.shape.width)
+        self._staging = Staging(shape, store.shape.dtype, device, depth)
         self._coordinator = ThreadPoolExecutor(1, "herald-coordinator")
         self._pool = ThreadPoolExecutor(workers, "herald-worker")
         self._commits: list[Future[int]] = []
@@ -250,7 +251,7 @@ class Retrieval:
         started = clock()
         ids = self._select(layer, span, queries)
         chosen = clock()
-        self.store.gather(layer, span.row, ids, out)
+        self.store.gather(layer, span.row, ids, out, self._granule)
         return ids, chosen - started, clock() - chosen
 
     def _select(self, layer: int, span: Span, queries: np.ndarray) -> np.ndarray:

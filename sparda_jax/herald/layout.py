@@ -16,6 +16,7 @@ from sparda_jax.diffusion.state import BlockState, LayerKV
 from sparda_jax.herald.config import HeraldConfig
 from sparda_jax.herald.state import HeraldState, Pool
 from sparda_jax.model_config import ModelConfig
+from sparda_jax.typing import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +117,12 @@ def empty_caches(*, layout: Layout, size: int) -> tuple[tuple[LayerKV, ...], jax
     """Whole caches of one request, and the hidden state that prefill leaves."""
     caches = tuple(jnp.zeros((1, *layout.cache), layout.dtype) for _ in range(layout.layers))
     return caches, jnp.zeros((1, size), layout.dtype)
+
+
+def as_slots(kv: Float[Array, "B K 2 R H"], *, size: int) -> Float[Array, "B K Z 2 P H"]:
+    """Rows as the host sends them, in slots of `size`, as attention reads them."""
+    slots = kv.reshape(*kv.shape[:3], -1, size, kv.shape[-1])
+    return jnp.moveaxis(slots, 3, 2)
 
 
 def insert(batch: Any, one: Any, row: jax.Array) -> Any:

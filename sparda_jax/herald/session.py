@@ -87,7 +87,8 @@ class HeraldSession:
         self._retrieval = Retrieval(
             self.store,
             CpuSelector(config.rule, shape.width**-0.5),
-            layout.pool(layout.batch),
+            layout.slots * config.kv_block,
+            config.kv_block,
             engine.device,
             workers=config.workers,
         )
@@ -265,7 +266,8 @@ class HeraldSession:
         for row, error in found.errors.items():
             self._fail(row, error)
         self.chosen.update({(number, row): ids for row, ids in found.ids.items()})
-        return Pool(found.kv, self._engine.put(found.counts))
+        slots = self._engine.run_plain(layouts.as_slots, found.kv, size=self._config.kv_block)
+        return Pool(slots, self._engine.put(found.counts))
 
     def _fail(self, row: int, error: Exception) -> None:
         request = self.requests[row]
@@ -275,8 +277,11 @@ class HeraldSession:
     def _swap(self, ahead: dict[int, Future[Retrieved]], spans: Sequence[Span]) -> None:
         """The rows chosen for the next block take the place of those of the last."""
         pools = list(self.pools)
-        for number, asked in ahead.items():
-            pools[number] = self._wait(number, asked, spans)
+        self.pools = ()
+        while ahead:  # layer by layer the old rows make room for the new
+            number = min(ahead)
+            pools[number] = None
+            pools[number] = self._wait(number, ahead.pop(number), spans)
         self.pools = tuple(pools)
 
     def _settle_commits(self) -> None:

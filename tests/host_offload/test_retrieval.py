@@ -17,7 +17,7 @@ from host_offload.row_store import RowShape, RowStore
 SHAPE = RowShape(
     layers=2, batch=3, heads=2, capacity=64, width=16, dtype=jnp.dtype("float32"), quantised=True
 )
-SLOTS = (3, 2, 2, 2, 8, 16)  # [B, K, Z, 2, P, H]
+ROWS, GRANULE = 16, 8
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def store() -> RowStore:
 @pytest.fixture
 def retrieval(store: RowStore) -> Iterator[Retrieval]:
     selector = CpuSelector(SelectionRule(shortlist=8.0), 0.25)
-    with Retrieval(store, selector, SLOTS, jax.devices()[0], workers=2) as made:
+    with Retrieval(store, selector, ROWS, GRANULE, jax.devices()[0], workers=2) as made:
         yield made
 
 
@@ -64,10 +64,8 @@ def test_fetches_the_rows_that_numpy_would(retrieval: Retrieval):
             for head in range(2):
                 best = np.sort(np.argsort(-mass[head])[:count]) + 4
                 np.testing.assert_array_equal(found.ids[row][head], best)
-                got = np.asarray(found.kv)[row, head]
-                for of in range(2):
-                    flat = got[:, of].reshape(-1, 16)
-                    np.testing.assert_array_equal(flat[:count], kv[source][head, of, best])
+                got = np.asarray(found.kv)[row, head, :, :count]
+                np.testing.assert_array_equal(got, kv[source][head][:, best])
 
 
 def test_stale_rows_never_reach_a_program(retrieval: Retrieval):
@@ -78,10 +76,10 @@ def test_stale_rows_never_reach_a_program(retrieval: Retrieval):
     queries = jnp.ones((3, 2, 3, 16))
     spans = [Span(0, 0, 40, 5), Span(1, 0, 40, 8), Span(2, 0, 40, 16)]
     found = retrieval.request(0, queries, spans).result(60)
-    slots = np.asarray(found.kv).transpose(0, 1, 3, 2, 4, 5).reshape(3, 2, 2, 16, 16)
-    assert np.isfinite(slots[0, :, :, :8]).all() and (slots[0, :, :, 5:8] == 0).all()
-    # The slot after the last whole one is the one that is read row by row.
-    assert np.isfinite(slots[1]).all() and np.isfinite(slots[2]).all()
+    rows = np.asarray(found.kv)
+    assert np.isfinite(rows[0, :, :, :8]).all() and (rows[0, :, :, 5:8] == 0).all()
+    # The granule after the last full one is the one that is read row by row.
+    assert np.isfinite(rows[1]).all() and np.isfinite(rows[2]).all()
 
 
 def test_commits_come_before_the_scans_that_were_asked_for_later(
@@ -97,7 +95,7 @@ def test_commits_come_before_the_scans_that_were_asked_for_later(
     layers = fresh(4)
     retrieval.commit([jnp.asarray(kv) for kv in layers], [(1, 1, 0)])
     found = retrieval.request(1, jnp.ones((3, 2, 3, 16)), [Span(1, 0, 8, 8)]).result(60)
-    np.testing.assert_array_equal(np.asarray(found.kv)[1, :, 0], layers[1][1, :, :, :8])
+    np.testing.assert_array_equal(np.asarray(found.kv)[1, :, :, :8], layers[1][1, :, :, :8])
 
 
 def test_one_request_can_fail_alone(retrieval: Retrieval):
