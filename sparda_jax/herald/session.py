@@ -138,6 +138,7 @@ class HeraldSession:
         place = engine.put(np.int32(row))
         self.state, self.pools = engine.run_plain(layouts.insert, both, one, place, donate=(0,))
         if self._retrieval is not None:
+            self._settle_commits()  # one prompt's rows on their way at a time
             self._retrieval.commit(found.rows, [(0, row, 0)])
         self.requests[row] = request
         if request.tokens:
