@@ -239,7 +239,7 @@ def test_running_requests_wait_no_longer_than_the_budget(scheduler_of):
     busy = scheduler.submit([5] * 20, greedy(40))
     while busy.phase != "decode":
         scheduler.step()
-    long = scheduler.submit([8] * 90, greedy(2))
+    long = scheduler.submit([8] * 90, greedy(6))
     steps, before = 0, len(busy.tokens)
     while long.phase != "decode":
         scheduler.step()
