@@ -61,11 +61,18 @@ def test_all_blocks_selected_equals_dense(run):
     assert blocks == dense
 
 
-@pytest.mark.parametrize("mode,fetch", [("sparse", "eager"), ("sparda", "program")])
-def test_offloaded_equals_resident(run, mode, fetch):
+@pytest.mark.parametrize(
+    "mode,how",
+    [
+        # Token by token and the prompt in one piece, against eight tokens a program and chunks.
+        ("sparse", {"fetch": "eager", "prefill_chunk": 1536}),
+        ("sparda", {"fetch": "program"}),
+    ],
+)
+def test_offloaded_equals_resident(run, mode, how):
     settings = {} if mode == "sparse" else {"mode": mode}
     _, resident, _ = run(**settings)
-    _, offloaded, report = run(offload="host", fetch=fetch, **settings)
+    _, offloaded, report = run(offload="host", **how, **settings)
     assert offloaded == resident
     assert report.fetched_runs > 0
     assert report.written_back_runs >= 2 * 3 * 30 * 3  # rows x blocks x layers x KV heads
@@ -76,14 +83,6 @@ def test_the_budget_binds(run):
     sparse, sparda, dense = run()[1], run(mode="sparda")[1], run(mode="dense")[1]
     assert sparse != dense
     assert sparda not in (sparse, dense)
-
-
-def test_n_step_program_equals_single_steps(run):
-    assert run(steps_per_call=1)[1] == run()[1]
-
-
-def test_one_shot_prefill_equals_chunked(run):
-    assert run(prefill_chunk=1536)[1] == run()[1]
 
 
 def test_a_request_alone_equals_the_batch(run, texts):

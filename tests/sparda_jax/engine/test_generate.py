@@ -91,13 +91,13 @@ def test_modes_differ_when_the_budget_binds(make_engine, prompts):
     assert infinigen not in (sparse, dense, sparda)
 
 
-@pytest.mark.parametrize("mode", ["sparse", "sparda", "infinigen"])
-def test_all_blocks_selected_equals_dense(make_engine, sparse, prompts, mode):
-    everything = sparse.with_all_blocks(256)
+@pytest.mark.parametrize(
+    "mode,offload", [("sparse", "none"), ("sparda", "host"), ("infinigen", "host")]
+)
+def test_all_blocks_selected_equals_dense(make_engine, sparse, prompts, mode, offload):
     dense, _ = tokens_of(make_engine(mode="dense"), prompts)
-    for offload in ("none", "host"):
-        engine = make_engine(sparse=everything, mode=mode, offload=offload)
-        assert tokens_of(engine, prompts)[0] == dense
+    engine = make_engine(sparse=sparse.with_all_blocks(256), mode=mode, offload=offload)
+    assert tokens_of(engine, prompts)[0] == dense
 
 
 @pytest.mark.parametrize("mode", ["sparse", "sparda"])
@@ -144,9 +144,10 @@ def test_spare_slots_save_copies_and_change_no_token(make_engine, prompts):
 
 @pytest.mark.parametrize("mode", ["sparse", "sparda"])
 def test_n_step_program_equals_single_steps(make_engine, prompts, mode):
+    several = make_engine(mode=mode, offload="host")
+    assert several.config.steps_per_call > 1
     single, _ = tokens_of(make_engine(mode=mode, offload="host", steps_per_call=1), prompts)
-    several, _ = tokens_of(make_engine(mode=mode, offload="host", steps_per_call=8), prompts)
-    assert several == single
+    assert tokens_of(several, prompts)[0] == single
 
 
 @pytest.mark.parametrize("mode", ["dense", "sparse", "sparda"])
@@ -232,8 +233,6 @@ def test_no_recompilation_after_the_second_step(make_engine, prompts):
     for settings in (
         {"mode": "dense"},
         {"mode": "sparse"},
-        {"offload": "host"},
-        {"offload": "host", "fetch": "eager"},
         {"mode": "sparda", "offload": "host"},
         {"mode": "sparda", "offload": "host", "fetch": "eager"},
     ):
