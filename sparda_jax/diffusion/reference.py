@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams, diffusion_of
 from sparda_jax.models.decoder import Decoder
+from sparda_jax.typing import Array, Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,12 @@ class PlainStep:
 
 
 def decode_plainly(
-    model: Decoder, prompt: Sequence[int], sampling: SamplingParams, rule: DenoiseParams
+    model: Decoder,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    rule: DenoiseParams,
+    *,
+    room: int | None = None,
 ) -> tuple[list[int], list[PlainStep]]:
     """New tokens, cut at the stop token and at the tokens asked for, and the steps that gave them.
 
@@ -43,11 +50,12 @@ def decode_plainly(
         prompt: token ids.
         sampling: greedy; its stop tokens and number of tokens count.
         rule: how blocks are denoised.
+        room: tokens of the forward, padding included; None: as many as this request needs.
+            Requests with the same share a compiled program.
     """
     facts, mask_token_id = diffusion_of(model.config)
     width, limit = facts.block_size, len(prompt) + sampling.max_new_tokens
-    size = -(-limit // width) * width + width
-    distribution = _distribution(model, size, facts.causal_clean)
+    distribution = _distribution(model, room or -(-limit // width) * width + width)
     known, steps = list(prompt), []
     stops = lambda: [
         i for i, t in enumerate(known) if i >= len(prompt) and t in sampling.stop_token_ids
@@ -144,25 +152,35 @@ def _best(row: np.ndarray, mask_token_id: int) -> int:
     return int(np.argmax(np.where(np.arange(len(row)) == mask_token_id, -1.0, row)))
 
 
-def _distribution(model: Decoder, size: int, causal_clean: bool) -> Callable[..., np.ndarray]:
-    """Softmax of the rows of one block, float64, from a forward over everything up to it."""
-    width = diffusion_of(model.config)[0].block_size
+@partial(jax.jit, static_argnames=("width", "causal_clean"))
+def _block_logits(
+    model: Decoder,
+    tokens: Int[Array, " S"],
+    start: Int[Array, ""],
+    clean: Bool[Array, ""],
+    *,
+    width: int,
+    causal_clean: bool,
+) -> Float[Array, "W V"]:
+    """Logits of the block at `start`; what comes after it is not seen by it."""
+    place = jnp.arange(len(tokens))
+    block = place // width
+    mask = block[:, None] >= block
+    if causal_clean:
+        live = (block == start // width) & ~clean
+        mask &= live[:, None] | (place[:, None] >= place)
+    return jax.lax.dynamic_slice_in_dim(model(tokens[None], mask=mask)[0], start, width)
 
-    @jax.jit
-    def run(model: Decoder, tokens: jax.Array, start: jax.Array, clean: jax.Array) -> jax.Array:
-        place = jnp.arange(size)
-        block = place // width
-        mask = block[:, None] >= block
-        if causal_clean:
-            live = (block == start // width) & ~clean
-            mask &= live[:, None] | (place[:, None] >= place)
-        logits = model(tokens[None], mask=mask)[0]
-        return jax.lax.dynamic_slice_in_dim(logits, start, width)
+
+def _distribution(model: Decoder, room: int) -> Callable[..., np.ndarray]:
+    """Softmax of the rows of one block, float64, from a forward over everything up to it."""
+    facts, _ = diffusion_of(model.config)
+    static = {"width": facts.block_size, "causal_clean": facts.causal_clean}
 
     def distribution(tokens: list[int], start: int, *, clean: bool) -> np.ndarray:
-        padded = np.zeros(size, np.int32)
+        padded = np.zeros(room, np.int32)
         padded[: len(tokens)] = tokens
-        logits = np.asarray(run(model, padded, start, clean), np.float64)
+        logits = np.asarray(_block_logits(model, padded, start, clean, **static), np.float64)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         return weights / weights.sum(-1, keepdims=True)
 
