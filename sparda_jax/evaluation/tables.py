@@ -283,7 +283,8 @@ def meters(
             if seconds:
                 name = f"meters/{label(length)}/{part}/{mode}"
                 yield _plain(name, tokens / seconds, "tok/s", int(tokens))
-        if total.get("free_blocks"):
+        # Where the KV is resident nothing is fetched, and every block counts as a hit.
+        if total.get("free_blocks") and total.get("cold_runs"):
             share = total["hit_blocks"] / total["free_blocks"]
             name = f"meters/{label(length)}/hit_rate/{mode}"
             yield _plain(name, share, "share", int(total["free_blocks"]))
