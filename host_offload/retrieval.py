@@ -234,10 +234,14 @@ class Retrieval:
         filled = clock()
         kv = self._staging.send()
         seconds["copy"] = clock() - filled
-        scanned = len(spans) * self._scan_bytes()
+        scanned = sum(map(self._scans, spans)) * self._scan_bytes()
         return Retrieved(
             kv, counts, ids, errors, scanned, self._staging.nbytes, seconds, begun, clock()
         )
+
+    def _scans(self, span: Span) -> bool:
+        """Whether keys must be read: not where all rows are wanted."""
+        return span.count < span.end - span.first or self._selector.rule.coverage is not None
 
     def _scan_bytes(self) -> int:
         shape = self.store.shape
@@ -256,10 +260,9 @@ class Retrieval:
 
     def _select(self, layer: int, span: Span, queries: np.ndarray) -> np.ndarray:
         store, place = self.store, (span.first, span.end, span.count)
-        heads, found = store.shape.heads, span.end - span.first
-        if span.count >= found and self._selector.rule.coverage is None:
+        if not self._scans(span):
             every = np.arange(span.first, span.end, dtype=np.int32)
-            return np.broadcast_to(every, (heads, found))
+            return np.broadcast_to(every, (store.shape.heads, len(every)))
         if not store.shape.quantised:
             return self._selector.select(store.keys(layer, span.row), queries, *place)
         small, scales = store.quantised_keys(layer, span.row)
