@@ -43,8 +43,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    from sparda_jax.diffusion.command import add_diffusion_options
-    from sparda_jax.herald import command as herald
+    from sparda_jax.commands import herald
+    from sparda_jax.commands.diffusion import add_diffusion_options
 
     parser = Parser(prog="decode.py", description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument_group("what to read and answer").add_argument
@@ -130,7 +130,7 @@ def encode_prompts(
     args: argparse.Namespace, texts: list[str] | None, tokenizer: Any
 ) -> list[list[int]]:
     from sparda_jax import demo
-    from sparda_jax.diffusion.command import DEMO_TEXT
+    from sparda_jax.commands.diffusion import DEMO_TEXT
 
     chat = args.chat
     if texts is None and args.diffusion:
@@ -266,9 +266,9 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     prompts = encode_prompts(args, prompt_texts, tokenizer)
 
-    from sparda_jax.diffusion import command
+    from sparda_jax.commands import diffusion as command
+    from sparda_jax.commands import herald
     from sparda_jax.engine.generate import Engine
-    from sparda_jax.herald import command as herald
 
     stops = () if args.ignore_eos else tuple(tokenizer.eos_token_ids)
     requests = [

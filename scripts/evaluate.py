@@ -29,9 +29,9 @@ from sparda_jax.cli import (
     note,
     read_text,
 )
-from sparda_jax.diffusion.command import add_diffusion_options
-from sparda_jax.herald.command import MODES as HERALD_MODES
-from sparda_jax.herald.command import add_herald_options
+from sparda_jax.commands.diffusion import add_diffusion_options
+from sparda_jax.commands.herald import MODES as HERALD_MODES
+from sparda_jax.commands.herald import add_herald_options
 
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -173,8 +173,8 @@ class Session:
 
     def use_diffusion(self) -> None:
         """The model with its block-diffusion adapter, and settings of its modes."""
-        from sparda_jax.diffusion.command import denoise_settings, diffusion_model
-        from sparda_jax.herald.command import herald_settings
+        from sparda_jax.commands.diffusion import denoise_settings, diffusion_model
+        from sparda_jax.commands.herald import herald_settings
 
         if self.meters:
             raise NotImplementedError(

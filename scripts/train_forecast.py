@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from sparda_jax.cli import HelpFormatter, Parser, add_policy_options, guarded, note, policy
-from sparda_jax.training.command import (
+from sparda_jax.commands.training import (
     add_run_options,
     join_processes,
     read_windows,

@@ -27,6 +27,7 @@ RANKS = {
     # Single modules above the bottom.
     "pretrained": 3,
     "cli": 5,
+    "commands": 6,
     "serve": 6,
     "__init__": 6,  # of sparda_jax: offers from_pretrained, and imports it when asked for
 }

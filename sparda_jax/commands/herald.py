@@ -94,7 +94,7 @@ def resolved(
 def prepare(
     args: argparse.Namespace, model: Decoder, prompts: Any, requests: Any, rule: DenoiseParams
 ) -> Any:
-    """A generation for `sparda_jax.diffusion.command.run`."""
+    """A generation for `sparda_jax.commands.diffusion.run`."""
     from sparda_jax.diffusion.config import diffusion_of
     from sparda_jax.herald.engine import HeraldEngine
     from sparda_jax.herald.generation import HeraldGeneration
