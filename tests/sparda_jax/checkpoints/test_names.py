@@ -15,8 +15,9 @@ def llama(data_dir):
 @pytest.mark.parametrize(
     "case",
     [
+        "block_diffusion/llama_tiny_tied",
         "block_diffusion/qwen2_tiny",
-        "block_diffusion/qwen3_tiny_tied",
+        "block_diffusion/qwen3_tiny",
         "block_diffusion/sdar_tiny",
         "block_diffusion/fast_dllm_v2_tiny",
         "block_diffusion/llada2_tiny",

@@ -12,7 +12,7 @@ from sparda_jax.config import ModelConfig, RopeConfig
 from sparda_jax.models import Decoder
 from sparda_jax.models.rope import rope_at
 
-FAMILIES = [f"{name}_tiny{tied}" for name in ("llama", "qwen2", "qwen3") for tied in ("", "_tied")]
+FAMILIES = ["llama_tiny", "llama_tiny_tied", "qwen2_tiny", "qwen3_tiny"]
 # The table length that each case's reference used: max_position_embeddings, or the sequence where
 # that is longer (the case called "grow").
 MINICPM = {"tied_long": 512, "untied_grow": 100, "untied_short": 2048}
@@ -102,7 +102,8 @@ def test_equals_published_minicpm(case, length, data_dir):
         logits = jax.jit(lambda m, t: m(t, max_length=length))(model, tokens)
         states, _, _ = hidden_states(model, tokens, length)
     np.testing.assert_allclose(logits, expected["logits"], atol=ATOL, rtol=RTOL)
-    np.testing.assert_allclose(states, expected["hidden_states"], atol=ATOL, rtol=RTOL)
+    if case != "untied_short":  # its hidden states are not kept
+        np.testing.assert_allclose(states, expected["hidden_states"], atol=ATOL, rtol=RTOL)
 
 
 def test_padding_is_inert():
