@@ -30,7 +30,7 @@ decode-diffusion:
 	@$(BIN)/python scripts/decode.py --diffusion $(ARGS)
 
 test: setup
-	@$(MAKE) --no-print-directory lint; lint=$$?; $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS) && exit $$lint
+	@$(MAKE) --no-print-directory lint; lint=$$?; $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS) && exit $$lint
 
 lint: setup
 	$(BIN)/ruff check .

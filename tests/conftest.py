@@ -28,10 +28,6 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files with slow tests first: begun last, one of them keeps a process busy when the others are
-    # done. (pytest-xdist's own order, which `make test` switches off, puts such files last.)
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")
