@@ -1,0 +1,1 @@
+"""Subcommands of `scripts/benchmark.py`, by topic; each module adds its own to the parser."""
