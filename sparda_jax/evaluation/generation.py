@@ -15,6 +15,7 @@ from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.engine.generate import Engine
 from sparda_jax.engine.report import RequestResult
+from sparda_jax.engine.requests import StopStrings
 from sparda_jax.herald.engine import HeraldEngine
 from sparda_jax.tokenization import Tokenizer
 
@@ -167,8 +168,9 @@ class _Row:
     """One answer as its tokens arrive."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        self._decoder = tokenizer.stream_decoder(skip_special=True)
-        self._stops = [stop for stop in stops if stop]
+        decoder = tokenizer.stream_decoder(skip_special=True)
+        # An empty one among a task's stops ends nothing.
+        self._stream = StopStrings(decoder, [stop for stop in stops if stop])
         self._text, self._tokens, self._finish = "", 0, "length"
 
     def add(self, token: int, ends: Sequence[int]) -> bool:
@@ -179,18 +181,12 @@ class _Row:
         if token in ends:
             self._finish = "eos"
             return False
-        self._text += self._decoder.push(token)
-        return self._cut()
-
-    def _cut(self) -> bool:
-        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        if found:
-            self._text, self._finish = self._text[: min(found)], "stop"
-        return bool(found)
+        self._text += self._stream.push(token)
+        if self._stream.found:
+            self._finish = "stop"
+        return self._stream.found
 
     def answer(self) -> Answer:
         """The answer so far."""
-        if self._finish != "stop":
-            self._text += self._decoder.flush()
-            self._cut()
-        return Answer(self._text, self._tokens, self._finish)
+        self._text += self._stream.flush()
+        return Answer(self._text, self._tokens, "stop" if self._stream.found else self._finish)
