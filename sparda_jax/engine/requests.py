@@ -54,11 +54,6 @@ class Timing:
     finished: float = 0.0
 
     @property
-    def queue_seconds(self) -> float:
-        """From its arrival to the start of its prefill, or to its end if that never began."""
-        return (self.started or self.finished) - self.submitted
-
-    @property
     def first_token_seconds(self) -> float | None:
         """From its arrival to its first token; None if there was none."""
         return self.first_token - self.submitted if self.first_token else None
