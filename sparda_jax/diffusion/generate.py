@@ -20,6 +20,7 @@ from sparda_jax.diffusion.plan import (
     BlockPlan,
     check_block_size,
     plan_blocks,
+    settings_of_each,
 )
 from sparda_jax.diffusion.report import BlockReport
 from sparda_jax.diffusion.state import BlockOutput, BlockState, LayerKV
@@ -106,13 +107,7 @@ class BlockEngine:
         Raises:
             ValueError: naming the value and the limit that it breaks.
         """
-        requests = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        if denoise is None:
-            denoise = DenoiseParams.of_family(self.model.config)
-        rules = [denoise] * len(prompts) if isinstance(denoise, DenoiseParams) else denoise
-        for what, given in (("sampling", requests), ("denoising", rules)):
-            if len(given) != len(prompts):
-                raise ValueError(f"{len(prompts)} prompts but {len(given)} {what} settings")
+        requests, rules = settings_of_each(self.model.config, prompts, sampling, denoise)
         dtype = self.model.dtype
         plan = plan_blocks(self.model.config, self.config, prompts, requests, dtype)
         what = f"the KV of {len(prompts)} x {plan.num_blocks} blocks on the device"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparda_jax.config import ModelConfig, SamplingParams
-from sparda_jax.diffusion.config import diffusion_of
+from sparda_jax.diffusion.config import DenoiseParams, diffusion_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,33 @@ class BlockPlan:
     num_blocks: int
     cache_shape: tuple[int, ...]
     kv_bytes: int
+
+
+def settings_of_each(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    denoise: DenoiseParams | Sequence[DenoiseParams] | None,
+) -> tuple[Sequence[SamplingParams], Sequence[DenoiseParams]]:
+    """Sampling and denoising settings of every request.
+
+    Args:
+        config: of the model.
+        prompts: token ids of each request.
+        sampling: settings for all, or one for each.
+        denoise: likewise; None: what the family's authors publish.
+
+    Raises:
+        ValueError: as many settings as there are prompts were not given.
+    """
+    if denoise is None:
+        denoise = DenoiseParams.of_family(config)
+    requests = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    rules = [denoise] * len(prompts) if isinstance(denoise, DenoiseParams) else denoise
+    for what, given in (("sampling", requests), ("denoising", rules)):
+        if len(given) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(given)} {what} settings")
+    return requests, rules
 
 
 def check_block_size(config: ModelConfig, settings: BlockEngineConfig) -> None:

@@ -12,7 +12,7 @@ from host_offload import memory
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams, diffusion_of
 from sparda_jax.diffusion.generate import Block
-from sparda_jax.diffusion.plan import BlockEngineConfig, BlockPlan, plan_blocks
+from sparda_jax.diffusion.plan import BlockEngineConfig, BlockPlan, plan_blocks, settings_of_each
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.programs import Programs
 from sparda_jax.engine.report import RequestResult
@@ -145,10 +145,7 @@ class HeraldEngine:
         Raises:
             ValueError: naming the value and the limit that it breaks.
         """
-        samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        if denoise is None:
-            denoise = DenoiseParams.of_family(self.model.config)
-        rules = [denoise] * len(prompts) if isinstance(denoise, DenoiseParams) else denoise
+        samplings, rules = settings_of_each(self.model.config, prompts, sampling, denoise)
         plan = self.plan(prompts, samplings)
         requests = [
             Request(number, prompt, request, rule, self.model.config)
