@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,10 +33,9 @@ from sparda_jax.checkpoints.safetensors import (
     SafetensorsSource,
     read_headers,
     read_json,
-    read_metadata,
     read_tensors,
 )
-from sparda_jax.checkpoints.whole import write_whole
+from sparda_jax.checkpoints.whole import check_base, check_finite, read_header, write_whole
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.models.decoder import Decoder
 
@@ -148,16 +146,11 @@ def read_forecast(
         NotImplementedError: a later version of the format.
     """
     path = Path(path)
-    header = _read_header(path)
+    header = read_header(path, KEY, VERSION, "Forecast weights")
     if fingerprint is not None:
         if header is None:
             raise ValueError(f"{path} does not say which model it belongs to")
-        base = str(header.get("base_model"))
-        if base != fingerprint:
-            raise ValueError(
-                f"{path} was trained for another model: base {base[:12]}, this one is "
-                f"{fingerprint[:12]}"
-            )
+        check_base(path, header, fingerprint)
     trained = 1 if header is None else header.get("lookahead", 1)
     if trained != lookahead:
         raise ValueError(
@@ -166,7 +159,7 @@ def read_forecast(
         )
     check_forecast(path, read_headers(path), config)
     tensors = dict(read_tensors(path))
-    _check_finite(path, tensors)
+    check_finite(path, tensors)
     return tensors, None if header is None else _parse_sparse(path, header)
 
 
@@ -182,7 +175,7 @@ def read_own_forecast(folder: Path, config: ModelConfig) -> dict[str, np.ndarray
             return None
         check_forecast(folder, found, config)
         tensors = {name: source.read(name, (slice(None),)) for name in found}
-    _check_finite(folder, tensors)
+    check_finite(folder, tensors)
     return tensors
 
 
@@ -195,30 +188,8 @@ def read_policy(path: str | Path) -> SparseConfig | None:
         NotImplementedError: a later version of the format.
     """
     path = Path(path)
-    header = _read_header(path)
+    header = read_header(path, KEY, VERSION, "Forecast weights")
     return None if header is None else _parse_sparse(path, header)
-
-
-def _read_header(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        raise FileNotFoundError(f"no Forecast weights at {path}")
-    text = read_metadata(path).get(KEY)
-    if text is None:
-        return None
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} has damaged metadata: {error}") from None
-    version = header.get("version") if isinstance(header, dict) else None
-    if version != VERSION:
-        raise NotImplementedError(f"{path} has format version {version}, only {VERSION} is known")
-    return header
-
-
-def _check_finite(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    broken = [n for n, array in tensors.items() if not np.isfinite(array.astype(np.float32)).all()]
-    if broken:
-        raise ValueError(f"{path} is damaged: values not finite in {', '.join(broken)}")
 
 
 def check_forecast(path: Path, found: Mapping[str, TensorHeader], config: ModelConfig) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,8 @@ from jax.typing import DTypeLike
 
 from sparda_jax.assets import default_block_diffusion
 from sparda_jax.checkpoints.forecast import model_fingerprint
-from sparda_jax.checkpoints.safetensors import read_metadata, read_tensors
-from sparda_jax.checkpoints.whole import write_whole
+from sparda_jax.checkpoints.safetensors import read_tensors
+from sparda_jax.checkpoints.whole import check_base, check_finite, read_header, write_whole
 from sparda_jax.config import DiffusionConfig
 from sparda_jax.diffusion.adapter import LoraConfig, Weights, adapted
 from sparda_jax.models.decoder import Decoder
@@ -67,13 +65,10 @@ def load_adapter(path: str | Path, model: Decoder) -> Decoder:
         NotImplementedError: a later version of the format.
     """
     path = default_block_diffusion() if path == "default" else Path(path)
-    header = _header(path)
-    base, fingerprint = str(header.get("base_model")), model_fingerprint(model)
-    if base != fingerprint:
-        raise ValueError(
-            f"{path} was trained for another model: base {base[:12]}, this one is "
-            f"{fingerprint[:12]}"
-        )
+    header = read_header(path, KEY, VERSION, "block-diffusion weights")
+    if header is None:
+        raise ValueError(f"{path} holds no block-diffusion adapter")
+    check_base(path, header, model_fingerprint(model))
     try:
         fields = header["lora"]
         lora = fields and LoraConfig(**{**fields, "targets": tuple(fields["targets"])})
@@ -81,24 +76,5 @@ def load_adapter(path: str | Path, model: Decoder) -> Decoder:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} has damaged metadata: {error}") from None
     weights = {name: jnp.asarray(array, jnp.float32) for name, array in read_tensors(path)}
-    broken = [name for name, array in weights.items() if not jnp.isfinite(array).all()]
-    if broken:
-        raise ValueError(f"{path} is damaged: values not finite in {', '.join(broken)}")
+    check_finite(path, weights)
     return adapted(model, weights, lora, diffusion)
-
-
-def _header(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no block-diffusion weights at {path}")
-    text = read_metadata(path).get(KEY)
-    if text is None:
-        raise ValueError(f"{path} holds no block-diffusion adapter")
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} has damaged metadata: {error}") from None
-    version = header.get("version") if isinstance(header, dict) else None
-    if version != VERSION:
-        raise NotImplementedError(f"{path} has format version {version}, only {VERSION} is known")
-    found: dict[str, Any] = header
-    return found
