@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -123,8 +122,3 @@ def adapted(
     merged: Decoder = nnx.merge(graph, nnx.from_flat_state(flat))
     merged.config = dataclasses.replace(model.config, diffusion=diffusion)
     return merged
-
-
-def parameter_count(weights: Weights) -> int:
-    """Numbers in an adapter."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(weights))
