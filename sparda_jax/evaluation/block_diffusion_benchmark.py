@@ -88,7 +88,7 @@ def _sample_row(name: str, found: SampleQuality, own: SampleQuality | None, coun
         quarters = np.percentile(blocks, (10, 50, 90))
         details |= {f"steps_p{p}": q for p, q in zip((10, 50, 90), quarters, strict=True)}
     value = found.perplexity
-    timing = Timing(value, (value, value), count)
+    timing = Timing.exact(value, count)
     return Row(name, timing, "perplexity", "lower", target=target, details=details)
 
 
@@ -137,7 +137,7 @@ def speed_rows(
             floor = step_floor(config, batch, width, context, bandwidth)
             yield Row(
                 f"block_diffusion/{name}/{context}/B{batch}/U{steps}",
-                Timing(statistics.median(rates), (min(rates), max(rates)), len(rates)),
+                Timing.of(rates),
                 "tok/s",
                 "higher",
                 of_roofline=floor / step,

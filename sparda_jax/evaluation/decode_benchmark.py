@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -23,12 +22,6 @@ MODES: tuple[tuple[str, dict[str, str]], ...] = (
     ("sparse_host_eager", {"mode": "sparse", "offload": "host", "fetch": "eager"}),
     ("sparda_host_program", {"mode": "sparda", "offload": "host"}),
 )
-
-
-def _timing(milliseconds: list[float]) -> Timing:
-    return Timing(
-        statistics.median(milliseconds), (min(milliseconds), max(milliseconds)), len(milliseconds)
-    )
 
 
 def read_weights(model: Decoder, repetitions: int) -> list[float]:
@@ -82,12 +75,12 @@ def rows(
     for _ in range(repetitions):
         reads += read_weights(model, 1)
         decodes += step_times(engine, prompt, steps, 1)
-    read = _timing(reads)
+    read = Timing.of(reads)
     yield Row("decode/weights_read_by_numpy", read, "ms", "lower")
-    yield Row("decode/dense/256", _timing(decodes), "ms", "lower", target=2 * read.median)
+    yield Row("decode/dense/256", Timing.of(decodes), "ms", "lower", target=2 * read.median)
     for name, settings in MODES:
         config = EngineConfig(**settings)  # type: ignore[arg-type]
         weights = forecast if config.mode == "sparda" else None
         engine = Engine(model, config=config, forecast=weights)
         times = step_times(engine, tokens[:context], steps, repetitions)
-        yield Row(f"decode/{name}/{context}", _timing(times), "ms", "lower")
+        yield Row(f"decode/{name}/{context}", Timing.of(times), "ms", "lower")

@@ -7,7 +7,6 @@ which every request gets one block of W tokens in exactly U denoising forwards a
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -140,7 +139,7 @@ def _row(engine: HeraldEngine, plan: Plan, workload: Workload, batch: int, name:
         "pinning_s": told.pinning_seconds,
     }
     target = SHARE_OF_LIMIT * estimate.tokens_per_second if mode == "herald" else None
-    timing = Timing(statistics.median(speeds), (min(speeds), max(speeds)), len(speeds))
+    timing = Timing.of(speeds)
     return Row(name, timing, "tok/s", "higher", target=target, details=details)
 
 

@@ -84,10 +84,6 @@ def write_checkpoint(name: str, folder: Path, shard_bytes: int = SHARD_BYTES) ->
     return total
 
 
-def _once(value: float) -> Timing:
-    return Timing(value, (value, value), 1)
-
-
 def _host_bytes(what: str) -> int:
     """This process's resident memory now (`VmRSS`) or at most since `_forget_peak` (`VmHWM`)."""
     status = Path("/proc/self/status").read_text("ascii")
@@ -164,7 +160,7 @@ def rows(name: str, folder: Path, *, devices: int, context: int, batch: int) -> 
         start = time.perf_counter()
         total = write_checkpoint(name, folder)
         rate = total / (time.perf_counter() - start) / 1e9
-        yield Row(f"loading/{name}/write", _once(rate), "GB/s", "higher")
+        yield Row(f"loading/{name}/write", Timing.exact(rate), "GB/s", "higher")
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     bounds = {"read": size / _read_seconds(folder) / 1e9, "copy": _copy_rate() / 1e9}
     _forget_peak()
@@ -176,9 +172,11 @@ def rows(name: str, folder: Path, *, devices: int, context: int, batch: int) -> 
         "device_gib": ((free or 0) - (free_device_bytes(jax.devices()[0]) or 0)) / 2**30,
     }
     rate = one.report.bytes_read / one.report.seconds / 1e9
-    yield Row(f"loading/{name}/1", _once(rate), "GB/s", "higher", details=details)
+    yield Row(f"loading/{name}/1", Timing.exact(rate), "GB/s", "higher", details=details)
     if one.config.diffusion is not None:
-        yield Row(f"loading/{name}/forward/1024", _once(_forward_ms(one, 1024)), "ms", "lower")
+        yield Row(
+            f"loading/{name}/forward/1024", Timing.exact(_forward_ms(one, 1024)), "ms", "lower"
+        )
         return
     sparse = SparseConfig(init_blocks=1, local_blocks=32, budget_blocks=96)
     alone = _decode(one, sparse, context, batch)
@@ -193,4 +191,4 @@ def rows(name: str, folder: Path, *, devices: int, context: int, batch: int) -> 
         for what in ("prefill", "decode"):
             label = f"loading/{name}/{what}/{context}/B{batch}/devices{count}"
             details["speed_up"] = run[what] / alone[what]
-            yield Row(label, _once(run[what]), "tok/s", "higher", details=dict(details))
+            yield Row(label, Timing.exact(run[what]), "tok/s", "higher", details=dict(details))

@@ -192,8 +192,7 @@ class Bench:
             details["compute_alone_ms"], details["fetch_alone_ms"] = alone
             details["over_the_larger"] = decode.milliseconds / max(alone)
         roofline = 1e3 * max(floor, decode.moved / HOST_LINK)
-        times = sorted(1e3 * batch / each for each in decode.times)
-        timing = Timing(statistics.median(times), (times[0], times[-1]), len(times))
+        timing = Timing.of([1e3 * batch / each for each in decode.times])
         told = ", ".join(f"{key} {value:.4g}" for key, value in details.items())
         self.report(f"{name}: {timing.median:.0f} tok/s, {told}")
         share = roofline / decode.milliseconds

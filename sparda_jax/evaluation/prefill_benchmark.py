@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -97,8 +96,7 @@ def rows(
                 f"{memory.format_bytes(transient)}"
             )
             del generation
-        times.sort()
-        timing = Timing(statistics.median(times), (times[0], times[-1]), len(times))
+        timing = Timing.of(times)
         name = f"{prefix}/{prompts.context // 1024}K/B{prompts.batch}/{mode}"
         details = {"peak_over_weights_and_kv_gib": transient / 2**30, "chunk": float(whole)}
         yield Row(name, timing, "tok/s", "higher", details=details)

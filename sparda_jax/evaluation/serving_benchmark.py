@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,10 +37,6 @@ class Load:
     prefill_seconds: float
 
 
-def _spread(values: Sequence[float]) -> Timing:
-    return Timing(statistics.median(values), (min(values), max(values)), len(values))
-
-
 def poisson(
     scheduler: Scheduler, prompts: Sequence[Sequence[int]], answer: int, rate: float, seed: int
 ) -> tuple[list[Handle], float]:
@@ -75,7 +70,7 @@ def latency_rows(name: str, handles: Sequence[Handle], seconds: float) -> Iterat
     """Throughput, time to first token and time between tokens, median and 99th percentile."""
     tokens = sum(len(handle.tokens) for handle in handles)
     rate = tokens / seconds
-    yield Row(f"{name}/throughput", Timing(rate, (rate, rate), 1), "tok/s", "higher")
+    yield Row(f"{name}/throughput", Timing.exact(rate), "tok/s", "higher")
     first = [handle.timing.first_token_seconds or 0.0 for handle in handles]
     between = [
         1e3 * handle.timing.decode_seconds / (len(handle.tokens) - 1)
@@ -83,9 +78,9 @@ def latency_rows(name: str, handles: Sequence[Handle], seconds: float) -> Iterat
         if len(handle.tokens) > 1
     ]
     for what, values, unit in (("first_token", first, "s"), ("between_tokens", between, "ms")):
-        yield Row(f"{name}/{what}/median", _spread(values), unit, "lower")
+        yield Row(f"{name}/{what}/median", Timing.of(values), unit, "lower")
         tail = float(np.percentile(values, 99))
-        yield Row(f"{name}/{what}/p99", Timing(tail, (tail, tail), len(values)), unit, "lower")
+        yield Row(f"{name}/{what}/p99", Timing.exact(tail, len(values)), unit, "lower")
 
 
 def rows(
@@ -109,7 +104,7 @@ def rows(
     _, report = engine.generate(prompts[: load.rows], params)
     offline = load.rows * load.answer / (report.prefill_seconds + report.decode_seconds)
     say(f"offline, prefill included: {offline:.1f} tok/s")
-    yield Row(f"{prefix}/offline", Timing(offline, (offline, offline), 1), "tok/s", "higher")
+    yield Row(f"{prefix}/offline", Timing.exact(offline), "tok/s", "higher")
     length = max(load.prompt + load.answer, document + 256)
     config = SchedulerConfig(
         rows=load.rows,
@@ -125,7 +120,7 @@ def rows(
     say(f"served at saturation: {served:.1f} tok/s")
     yield Row(
         f"{prefix}/saturated",
-        Timing(served, (served, served), 1),
+        Timing.exact(served),
         "tok/s",
         "higher",
         target=0.9 * offline,
@@ -157,6 +152,6 @@ def prefix_rows(engine: Engine, document: int, name: str, say: Say) -> Iterator[
             if attempt:  # the first ones compile
                 times.append(handle.timing.first_token_seconds or 0.0)
         say(f"{document} tokens: {handle.cached_tokens} of them known to the second question")
-    first, second = _spread(firsts), _spread(seconds)
+    first, second = Timing.of(firsts), Timing.of(seconds)
     yield Row(f"{name}/first_question", first, "s", "lower")
     yield Row(f"{name}/second_question", second, "s", "lower", target=0.05 * first.median)

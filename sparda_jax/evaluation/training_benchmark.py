@@ -7,7 +7,6 @@ teacher selects scattered blocks: the worst case for block-sparse attention.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -99,11 +98,10 @@ def rows(name: str, workload: Workload, *, steps: int, folder: str) -> Iterator[
     trainer = Trainer(model, config, windows, windows, folder)
     program, seconds, memory = _steps(trainer, steps)
     prefix = f"forecast_training/{name}"
-    rate = [tokens.size / s for s in sorted(seconds, reverse=True)]
-    timing = Timing(statistics.median(rate), (rate[0], rate[-1]), len(rate))
+    timing = Timing.of([tokens.size / each for each in seconds])
     yield Row(prefix, timing, "tok/s", "higher", target=workload.target)
-    yield Row(f"{prefix}/peak_memory", _exact(memory / 2**30), "GiB", "lower")
-    yield Row(f"{prefix}/compile", _exact(program), "s", "lower")
+    yield Row(f"{prefix}/peak_memory", Timing.exact(memory / 2**30), "GiB", "lower")
+    yield Row(f"{prefix}/compile", Timing.exact(program), "s", "lower")
     windows_a_step = workload.batch * workload.model.num_layers
     for part, timing in _parts(model, workload, config.loss):
         # Of one window and layer; here of a whole step.
@@ -198,10 +196,4 @@ def _timed(call: Callable[[], Any], repetitions: int = 3) -> Timing:
         begun = time.perf_counter()
         jax.block_until_ready(call())
         times.append((time.perf_counter() - begun) * 1e6)
-    times.sort()
-    return Timing(statistics.median(times), (times[0], times[-1]), len(times))
-
-
-def _exact(value: float) -> Timing:
-    """A figure that is counted, not timed."""
-    return Timing(value, (value, value), 1)
+    return Timing.of(times)

@@ -26,6 +26,16 @@ class Timing:
     spread: tuple[float, float]
     n: int
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Timing":
+        """Of a few repetitions, in any unit; the spread is their range."""
+        return cls(statistics.median(values), (min(values), max(values)), len(values))
+
+    @classmethod
+    def exact(cls, value: float, n: int = 1) -> "Timing":
+        """A figure without a spread: counted, or measured once."""
+        return cls(value, (value, value), n)
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:

@@ -75,7 +75,7 @@ def _attention(session: Session, length: str, kinds: tuple[str, ...]) -> Iterato
         )
         sizes = [float(specs.union_size(ids, tokens)) for tokens in (4, 8)]
         for tokens, size in zip((4, 8), sizes, strict=True):
-            yield Row(f"{name}/union_of_{tokens}", _exact(size), "blocks", "lower")
+            yield Row(f"{name}/union_of_{tokens}", Timing.exact(size), "blocks", "lower")
         if dense is not None:
             yield Row(
                 name=f"{name}/time",
@@ -141,7 +141,7 @@ def selection(session: Session) -> Iterator[Row]:
             peers={"xla": peer.median},
             error=_disagreement(select, arguments, rules, chosen) if session.refcheck else None,
         )
-        yield Row(f"{path}/extra_memory", _exact(memory), "MiB", "lower", target=256.0)
+        yield Row(f"{path}/extra_memory", Timing.exact(memory), "MiB", "lower", target=256.0)
 
 
 @benchmark("block_selection/coarse/prefill")
@@ -273,13 +273,8 @@ def teacher(session: Session) -> Iterator[Row]:
     )
     yield Row(
         "teacher_scores/64K/extra_memory",
-        _exact(_extra_memory(program)),
+        Timing.exact(_extra_memory(program)),
         "MiB",
         "lower",
         target=2048.0,
     )
-
-
-def _exact(value: float) -> Timing:
-    """A figure that is counted, not timed."""
-    return Timing(value, (value, value), 1)
