@@ -51,8 +51,8 @@ def _value(row: dict[str, Any] | None, digits: int, *, interval: bool = True) ->
     return f"{text} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Markdown; columns in which nothing was measured are left out."""
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Markdown; columns that are empty everywhere are left out."""
     full = [i for i in range(len(head)) if any(line[i] for line in lines)]
     rule = ["---"] + ["--:"] * (len(head) - 1)
     picked = ([line[i] for i in full] for line in (head, rule, *lines))
@@ -86,7 +86,7 @@ def _own(rows: Rows, wanted: Callable[[str], bool]) -> str:
             line.append(_value(rows.get(f"language/{setting}/own/{meter}/{name}"), 4))
         lines.append(line)
     head = ["policy", "mass", "covered", "recall", "hits", "gap, nats", "KL, nats"]
-    return _table(head, lines)
+    return table(head, lines)
 
 
 def position_table(rows: Rows) -> str:
@@ -100,7 +100,7 @@ def position_table(rows: Rows) -> str:
         for name in _policies([parts[4] for parts in found])
         if name in ORDER
     ]
-    return _table(["policy", *(bucket.removeprefix("tokens_") for bucket in buckets)], lines)
+    return table(["policy", *(bucket.removeprefix("tokens_") for bucket in buckets)], lines)
 
 
 def layer_table(rows: Rows) -> str:
@@ -117,7 +117,7 @@ def layer_table(rows: Rows) -> str:
         ]
         for layer in layers
     ]
-    return _table(["layer", *names], lines)
+    return table(["layer", *names], lines)
 
 
 def budget_table(rows: Rows) -> str:
@@ -141,7 +141,7 @@ def budget_table(rows: Rows) -> str:
                     ]
                 )
     head = ["setting, budget, policy", "mass", "perplexity", "gap, nats", "KL, nats"]
-    return _table([*head, "KL less sparse's"], lines)
+    return table([*head, "KL less sparse's"], lines)
 
 
 def needle_table(rows: Rows) -> str:
@@ -163,7 +163,7 @@ def needle_table(rows: Rows) -> str:
                         *(_value(cell, 2) for cell in cells),
                     ]
                 )
-    return _table(["setting, task, policy", "n", "all", *labels], lines)
+    return table(["setting, task, policy", "n", "all", *labels], lines)
 
 
 TABLES: dict[str, Callable[[Rows], str]] = {

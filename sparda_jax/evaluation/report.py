@@ -16,6 +16,7 @@ from typing import Any
 from sparda_jax.evaluation import plots
 from sparda_jax.evaluation.plots import Point
 from sparda_jax.evaluation.quality_report import TABLES as QUALITY_TABLES
+from sparda_jax.evaluation.quality_report import table
 
 PUBLISHED = "published"
 # Files of more rows are summarised by tables of their own kind.
@@ -80,14 +81,6 @@ def read_results(folder: Path) -> list[Results]:
             raise ValueError(f"{path}: no {', '.join(sorted(missing))}")
         found.append(Results(path.relative_to(folder.parent), document))
     return found
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Markdown; columns that are empty everywhere are left out."""
-    full = [i for i in range(len(head)) if any(line[i] for line in lines)]
-    rule = ["---"] + ["--:"] * (len(head) - 1)
-    picked = ([line[i] for i in full] for line in (head, rule, *lines))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in picked)
 
 
 def _figure(value: Any) -> str:
