@@ -9,6 +9,7 @@ pass over all of them, whose selections are those of decode (spec: decode == who
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps; spread: least and most."
     )
     document = results_document(command, rows, notes) | {"attended": as_document(blocks)}
-    import json
-
     write_whole(args.json, json.dumps(document) + "\n")
 
 
