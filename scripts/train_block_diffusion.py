@@ -10,18 +10,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from sparda_jax.cli import HelpFormatter, Parser, guarded, note
-from sparda_jax.commands.training import (
-    add_run_options,
-    join_processes,
-    read_windows,
-    run_settings,
-    show_plan,
-    show_progress,
-)
+from sparda_jax.cli import HelpFormatter, Parser, guarded
+from sparda_jax.commands.training import add_run_options, prepared, run_settings, trained
 
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -101,29 +93,14 @@ def with_model_facts(args: argparse.Namespace, config: Any, facts: Any) -> Any:
 def run(args: argparse.Namespace) -> int:
     # Settings first: a mistake in them should not wait for the weights.
     config = settings(args)
-    import jax
-    import jax.numpy as jnp
-
-    from sparda_jax.checkpoints.load import load_pretrained
     from sparda_jax.diffusion.files import save_adapter
     from sparda_jax.diffusion.training import BlockTrainer
 
-    devices = join_processes(args)
-    chief = jax.process_index() == 0
-    model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(args.dtype))
-    if tokenizer is None:
-        raise ValueError(f"no tokenizer.json in {args.model}")
+    model, train, held_out, devices = prepared(args)
     config = with_model_facts(args, config, model.config.diffusion)
-    train, held_out, what = read_windows(args, model, tokenizer)
-    if chief:
-        note(f"{what} tokens")
     trainer = BlockTrainer(model, config, train, held_out, args.out, devices)
-    if args.dry_run:
-        show_plan(trainer.plan())
-        return 0
-    tell = partial(show_progress, steps=config.steps, share="accuracy")
-    state = trainer.run(tell if chief else lambda progress: None)
-    if not chief:
+    state = trained(args, trainer, "accuracy")
+    if state is None:
         return 0
     path = args.out / "block_diffusion.safetensors"
     save_adapter(path, state.params, model, config.lora, config.diffusion)

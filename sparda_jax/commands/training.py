@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,49 @@ def read_windows(
     train, held_out = (pack(part, window, separator) for part in parts)
     count = sum(map(len, parts))
     return train, held_out, f"{count} documents: {len(train)} + {len(held_out)} windows of {window}"
+
+
+def prepared(args: argparse.Namespace) -> tuple[Any, Windows, Windows, Any]:
+    """Model, windows to train on, held-out ones, and devices; says how much text there is.
+
+    Raises:
+        ValueError: options that contradict each other; a model without a tokenizer.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from sparda_jax.checkpoints.load import load_pretrained
+
+    devices = join_processes(args)
+    model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(args.dtype))
+    if tokenizer is None:
+        raise ValueError(f"no tokenizer.json in {args.model}")
+    train, held_out, what = read_windows(args, model, tokenizer)
+    if jax.process_index() == 0:
+        note(f"{what} tokens")
+    return model, train, held_out, devices
+
+
+def trained(args: argparse.Namespace, trainer: Any, share: str) -> Any:
+    """Shows a trainer's plan, or runs it.
+
+    Args:
+        args: of the command line.
+        trainer: a `Run`.
+        share: see `show_progress`.
+
+    Returns:
+        The last state, on the process that writes the weights; else, and after a plan, None.
+    """
+    import jax
+
+    if args.dry_run:
+        show_plan(trainer.plan())
+        return None
+    chief = jax.process_index() == 0
+    tell = partial(show_progress, steps=trainer.config.steps, share=share)
+    state = trainer.run(tell if chief else lambda progress: None)
+    return state if chief else None
 
 
 def duration(seconds: float) -> str:
