@@ -1,6 +1,5 @@
 """The pool of KV blocks in pinned host memory, one array a layer."""
 
-import ctypes
 import dataclasses
 from typing import Any
 
@@ -202,11 +201,7 @@ class HostPool:
     def view(self, index: int) -> np.ndarray:
         """A numpy view of one layer's blocks as they are stored, without a copy.
 
-        Made from the buffer's address: `numpy.asarray` would leave a reference inside the JAX
-        array that blocks donation for as long as the array lives. The view is valid until the next
-        `store_layer` or `write_back` of this layer; the caller keeps it no longer than that.
+        The view is valid until the next `store_layer` or `write_back` of this layer; the caller
+        keeps it no longer than that.
         """
-        array = jax.block_until_ready(self._layer(index).values)
-        count = array.size * array.dtype.itemsize
-        raw = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
-        return np.frombuffer(raw, dtype=array.dtype).reshape(array.shape)
+        return memory.host_view(self._layer(index).values)

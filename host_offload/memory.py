@@ -6,10 +6,12 @@ over PCIe; on the CPU back end ordinary memory too, so that offloaded code runs 
 there). This is the one place, scripts aside, that reads the environment.
 """
 
+import ctypes
 import os
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 DEVICE = "device"
@@ -29,6 +31,17 @@ def host_sharding(device: jax.Device) -> SingleDeviceSharding:
 def device_sharding(device: jax.Device) -> SingleDeviceSharding:
     """Sharding of arrays in the memory of ``device``."""
     return SingleDeviceSharding(device, memory_kind=DEVICE)
+
+
+def host_view(array: jax.Array) -> np.ndarray:
+    """A writable numpy view of an array in host memory, without a copy.
+
+    Made from the address, valid as long as the array lives: `numpy.asarray` would leave a reference
+    inside the JAX array that blocks its donation.
+    """
+    array = jax.block_until_ready(array)
+    raw = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(raw, dtype=array.dtype).reshape(array.shape)
 
 
 def tree_bytes(tree: object) -> int:

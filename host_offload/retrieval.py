@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from host_offload import memory
 from host_offload.cpu_selection import CpuSelector, quantise_rows
-from host_offload.row_store import RowStore, host_view, pinned_zeros
+from host_offload.row_store import RowStore, pinned_zeros
 
 _quantise = jax.jit(quantise_rows)
 
@@ -82,7 +82,7 @@ class Staging:
         self._place = memory.device_sharding(device)
         self._shared = device.platform == "cpu"
         self._arrays = [pinned_zeros(shape, dtype, device) for _ in range(depth)]
-        self._views = [host_view(array) for array in self._arrays]
+        self._views = [memory.host_view(array) for array in self._arrays]
         self._sent: list[jax.Array | None] = [None] * depth
         self._turn = 0
 

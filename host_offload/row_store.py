@@ -8,7 +8,6 @@ new rows do not come by a program: they are copied to the host and written here.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import time
 
@@ -52,16 +51,6 @@ class RowShape:
         return rows * (2 * self.width * jnp.dtype(self.dtype).itemsize + extra)
 
 
-def host_view(array: jax.Array) -> np.ndarray:
-    """A writable numpy view of an array in host memory, without a copy.
-
-    Made from the address: it holds no reference, so it is valid as long as the array lives.
-    """
-    array = jax.block_until_ready(array)
-    raw = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(raw, dtype=array.dtype).reshape(array.shape)
-
-
 def pinned_zeros(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> jax.Array:
     """Zeros in pinned host memory, every page touched."""
     make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=memory.host_sharding(device))
@@ -95,7 +84,7 @@ class RowStore:
             tuple(pinned_zeros(size, shape.dtype, device) for _ in range(2))
             for _ in range(shape.layers)
         ]
-        views = [tuple(host_view(array) for array in pair) for pair in self._arrays]
+        views = [tuple(memory.host_view(array) for array in pair) for pair in self._arrays]
         self._keys, self._values = ([pair[i] for pair in views] for i in range(2))
         self._cpu = jax.devices("cpu")[0]
         self._small: list[tuple[np.ndarray, np.ndarray]] = []
