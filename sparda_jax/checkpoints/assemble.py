@@ -172,9 +172,12 @@ def located(
         config = dataclasses.replace(config, kv_importance=False)
         headers = {name: h for name, h in headers.items() if not IMPORTANCE.match(name)}
     # A tied head that is stored a second time is judged by its values: after all else is checked.
-    copy = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    where = check_headers(config, {name: h for name, h in headers.items() if name not in copy})
-    if any(name in headers and not _is_redundant_head(config, source, name) for name in copy):
+    head = "lm_head.weight"
+    copied = bool(config.tie_word_embeddings) and head in headers
+    where = check_headers(
+        config, {name: h for name, h in headers.items() if not (copied and name == head)}
+    )
+    if copied and not _is_embedding(config, source, head):
         check_headers(config, headers)
     return config, where
 
@@ -296,10 +299,8 @@ def read_parameter(source: TensorSource, stored: Stored, index: Index) -> np.nda
     return np.stack([source.read(name, index[1:]) for name in names])
 
 
-def _is_redundant_head(config: ModelConfig, source: TensorSource, name: str) -> bool:
-    """Some tied checkpoints store the embedding a second time, as the head."""
-    if name != "lm_head.weight" or not config.tie_word_embeddings:
-        return False
+def _is_embedding(config: ModelConfig, source: TensorSource, name: str) -> bool:
+    """Some tied checkpoints store the embedding a second time, as the head `name`."""
     embedding = published_name(config, ("embedding",))
     headers = source.headers
     if embedding not in headers or headers[name].shape != headers[embedding].shape:
