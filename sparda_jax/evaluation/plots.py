@@ -67,16 +67,14 @@ def curves(
     *,
     x: str,
     y: str,
-    log_x: bool = True,
 ) -> None:
-    """A panel for each title, a curve with its interval for each name.
+    """A panel for each title, a curve with its interval for each name, over powers of two.
 
     Args:
         panels: points by title and name.
         path: of the picture.
         x: what the horizontal axis shows.
         y: what the vertical axis shows.
-        log_x: powers of two at equal distances.
     """
     with _figure(path, 3.8, 3.2, len(panels)) as axes:
         for axis, (title, series) in zip(axes, panels.items(), strict=True):
@@ -87,11 +85,10 @@ def curves(
                 axis.plot(xs, line, marker="o", markersize=3, linewidth=1, label=name)
                 low, high = ([getattr(p, side) for p in points] for side in ("low", "high"))
                 axis.fill_between(xs, low, high, alpha=0.15)
-            if log_x:
-                ticks = sorted({p.x for points in series.values() for p in points})
-                axis.set_xscale("log", base=2)
-                axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-                axis.minorticks_off()
+            ticks = sorted({p.x for points in series.values() for p in points})
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
             axis.set_xlabel(x, fontsize=8)
             axis.set_ylabel(y, fontsize=8)
             axis.set_title(title, fontsize=8)
@@ -115,13 +112,12 @@ def bars(values: Mapping[str, Point], path: Path, *, x: str, mark: float | None 
         axis.tick_params(labelsize=6)
 
 
-def attended(blocks: np.ndarray, path: Path, *, first_step: int = 0) -> None:
+def attended(blocks: np.ndarray, path: Path) -> None:
     """Heat map of the blocks attended: a panel a KV head, steps on top of one another by layer.
 
     Args:
         blocks: `bool[L, K, U, M]`: layer, KV head, step, block.
         path: of the picture.
-        first_step: number of the first step, for the axis.
 
     Raises:
         ValueError: another shape.
@@ -142,8 +138,7 @@ def attended(blocks: np.ndarray, path: Path, *, first_step: int = 0) -> None:
             axis.set_title(f"KV head {head}", fontsize=8)
             axis.set_xlabel("block", fontsize=8)
             axis.tick_params(labelsize=6)
-        last = first_step + steps - 1
-        axes[0].set_ylabel(f"layer; in it steps {first_step} to {last}", fontsize=8)
+        axes[0].set_ylabel(f"layer; in it steps 0 to {steps - 1}", fontsize=8)
 
 
 def timeline(events: Sequence[Event], path: Path) -> None:

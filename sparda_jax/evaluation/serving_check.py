@@ -24,6 +24,8 @@ from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 
 Asked = tuple[tuple[int, ...], SamplingParams]
+# Share of requests that is cancelled, unless they end before; about a third then is.
+DOOMED = 0.45
 
 
 def draw_requests(count: int, vocabulary: int, length: int, seed: int) -> list[Asked]:
@@ -58,16 +60,13 @@ def draw_requests(count: int, vocabulary: int, length: int, seed: int) -> list[A
     return requests
 
 
-def run_together(
-    scheduler: Scheduler, requests: Sequence[Asked], seed: int, *, doomed: float = 0.45
-) -> list[Handle]:
+def run_together(scheduler: Scheduler, requests: Sequence[Asked], seed: int) -> list[Handle]:
     """Submits requests at random times and cancels some at random points; runs all to their end.
 
     Args:
         scheduler: without a thread of its own.
         requests: in the order of their arrival.
         seed: of the times.
-        doomed: share that is cancelled, unless it ends before; about a third then is.
     """
     rng = np.random.default_rng(seed)
     waiting, handles = list(reversed(requests)), list[Handle]()
@@ -78,7 +77,7 @@ def run_together(
             if waiting:
                 handle = scheduler.submit(*waiting.pop())
                 handles.append(handle)
-                if rng.random() < doomed:
+                if rng.random() < DOOMED:
                     # Most are cancelled in the queue, in prefill or soon after it.
                     end[handle] = steps + int(rng.integers(0, 6 + 2 * scheduler.waiting))
         for handle in [each for each, at in end.items() if at <= steps]:

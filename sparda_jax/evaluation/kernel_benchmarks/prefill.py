@@ -48,7 +48,7 @@ def _attention(session: Session, length: str, kinds: tuple[str, ...]) -> Iterato
     spec = specs.MINICPM[length]
     q, kv, positions = _attention_inputs(spec)
     call = jax.jit(functools.partial(block_sparse_attention, implementation="mosaic"))
-    dense = _dense_time(session, spec, q, kv) if kinds == ("drift10",) else None
+    dense = _dense_time(spec, q, kv) if kinds == ("drift10",) else None
     churns = {"drift5": 0.05, "drift10": 0.1, "drift20": 0.2, "random": 1.0}
     for kind in kinds:
         ids = specs.drifting_lists(spec, churns[kind])
@@ -97,7 +97,7 @@ def _attention_inputs(spec: specs.Spec) -> tuple[jax.Array, jax.Array, jax.Array
     return normal(keys[0], q), normal(keys[1], kv), jnp.arange(spec.tokens, dtype=jnp.int32)[None]
 
 
-def _dense_time(session: Session, spec: specs.Spec, q: jax.Array, kv: jax.Array) -> Timing:
+def _dense_time(spec: specs.Spec, q: jax.Array, kv: jax.Array) -> Timing:
     """cuDNN's causal attention over all tokens."""
     shape = (1, spec.kv_heads, spec.tokens, spec.head_dim)
     k, v = (kv[:, :, :, i].reshape(shape).swapaxes(1, 2) for i in range(2))
