@@ -29,6 +29,22 @@ def dense_prefix(cache: LayerKV, start: Int[Array, " B"]) -> Prefix:
     return Prefix(cache, ids, rest, mask)
 
 
+def block_mask(
+    committing: Bool[Array, " B"], width: int, *, causal_clean: bool
+) -> Bool[Array, "B W W"]:
+    """Who attends whom in a block: all see all, but clean tokens nothing behind them if causal.
+
+    Args:
+        committing: rows whose tokens are all clean.
+        width: W.
+        causal_clean: see `DiffusionConfig`.
+    """
+    if not causal_clean:
+        return jnp.ones((committing.shape[0], width, width), bool)
+    index = jnp.arange(width)
+    return ~committing[:, None, None] | (index[:, None] >= index)
+
+
 def attend(
     q: Float[Array, "B T N H"],
     prefix: Prefix,

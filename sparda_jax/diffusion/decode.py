@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparda_jax.config import DiffusionConfig
-from sparda_jax.diffusion.attention import attend, dense_prefix, pack, write_block
+from sparda_jax.diffusion.attention import attend, block_mask, dense_prefix, pack, write_block
 from sparda_jax.diffusion.confidence import Confidence, confidence
 from sparda_jax.diffusion.config import diffusion_of
 from sparda_jax.diffusion.state import BlockOutput, BlockState, ForwardOutput, LayerKV
@@ -60,13 +60,10 @@ def run_layers(
         Hidden states, the caches, and the KV of the block where `refreshed` is given.
     """
     facts, _ = diffusion_of(model.config)
-    batch, width = state.tokens.shape
-    index = jnp.arange(width)
-    positions = state.start[:, None] + index
+    width = state.tokens.shape[1]
+    positions = state.start[:, None] + jnp.arange(width)
     cos, sin = rope_rows(rope, positions)
-    own_mask = jnp.ones((batch, width, width), bool)
-    if facts.causal_clean:
-        own_mask = ~committing[:, None, None] | (index[:, None] >= index)
+    own_mask = block_mask(committing, width, causal_clean=facts.causal_clean)
     x = model.embed(jnp.where(state.masked, mask_token_id, state.tokens))
     layers, kept = [], []
     for number, layer in enumerate(model.layers):

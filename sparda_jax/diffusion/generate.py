@@ -48,6 +48,23 @@ class Block:
     steps: int
 
 
+def gained(
+    new: list[int], before: int, sampling: SamplingParams
+) -> tuple[list[int], FinishReason | None]:
+    """New tokens cut at the stop token and the limit, and how the request ends in them, if so.
+
+    Args:
+        new: tokens that a block gave.
+        before: how many the request had.
+        sampling: its settings.
+    """
+    new = new[: sampling.max_new_tokens - before]
+    stop = next((i for i, token in enumerate(new) if token in sampling.stop_token_ids), None)
+    if stop is not None:
+        return new[: stop + 1], "stop"
+    return new, "length" if before + len(new) == sampling.max_new_tokens else None
+
+
 class BlockEngine:
     """Runs batches of requests of a block-diffusion model on one device.
 
@@ -293,16 +310,11 @@ class BlockGeneration:
         """Cuts new tokens at the stop token and the limit and ends the request there."""
         if row in self._ended:
             return []
-        request = self._requests[row]
-        new = new[: request.max_new_tokens - len(self._tokens[row])]
-        stop = next((i for i, token in enumerate(new) if token in request.stop_token_ids), None)
-        if stop is not None:
-            new = new[: stop + 1]
+        new, reason = gained(new, len(self._tokens[row]), self._requests[row])
         self._tokens[row] += new
         self.report.decode_tokens += len(new)
-        full = len(self._tokens[row]) == request.max_new_tokens
-        if stop is not None or full:
-            self._ended[row] = "length" if stop is None else "stop"
+        if reason is not None:
+            self._ended[row] = reason
             self._active[row] = False
         return [Block(row, new, steps)]
 

@@ -23,7 +23,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from sparda_jax.diffusion.attention import attend, dense_prefix, pack, write_block
+from sparda_jax.diffusion.attention import attend, block_mask, dense_prefix, pack, write_block
 from sparda_jax.diffusion.config import diffusion_of
 from sparda_jax.diffusion.decode import finished_rows, settle
 from sparda_jax.diffusion.state import BlockState, ForwardOutput, LayerKV, Prefix
@@ -167,11 +167,8 @@ def attend_layer(
     q, k, v = qkv
     cache, init, previous = kept
     prefix = prefix_of(cache, pool, init, previous, start)
-    index = jnp.arange(width)
     own = pack(k[:, :width], v[:, :width])
-    mask = jnp.ones((x.shape[0], width, width), bool)
-    if causal:
-        mask = ~committing[:, None, None] | (index[:, None] >= index)
+    mask = block_mask(committing, width, causal_clean=causal)
     out = attend(q[:, :width], prefix, own, mask)
     if x.shape[1] > width:
         far = pack(k[:, width:], v[:, width:])

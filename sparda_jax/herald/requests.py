@@ -10,6 +10,7 @@ import numpy as np
 
 from sparda_jax.config import ModelConfig, SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams, RuleState, diffusion_of, rule_fields
+from sparda_jax.diffusion.generate import gained
 from sparda_jax.diffusion.state import BlockState
 from sparda_jax.engine.report import FinishReason, RequestResult
 from sparda_jax.engine.state import SamplingState, sampling_fields
@@ -83,16 +84,10 @@ class Request:
 
     def gain(self, new: list[int]) -> list[int]:
         """Takes new tokens, cut at the stop token and the limit."""
-        new = new[: self.sampling.max_new_tokens - len(self.tokens)]
-        stops = self.sampling.stop_token_ids
-        stop = next((i for i, token in enumerate(new) if token in stops), None)
-        if stop is not None:
-            new = new[: stop + 1]
+        new, reason = gained(new, len(self.tokens), self.sampling)
         self.tokens += new
-        if stop is not None:
-            self.reason = "stop"
-        elif len(self.tokens) == self.sampling.max_new_tokens:
-            self.reason = "length"
+        if reason is not None:
+            self.reason = reason
         return new
 
     def fail(self, error: str) -> None:
