@@ -175,6 +175,8 @@ def run(
         )
     texts = Texts(tokenizer, len(prompts), requests[0].stop_token_ids, args.stop)
     finished = stream_blocks(generation, texts, args.json)
+    for number, error in generation.errors.items():
+        note(f"request {number}: {error}")
     results, report = generation.results(), generation.report
     written = ["".join(parts) for parts in texts.parts]
     if args.json:

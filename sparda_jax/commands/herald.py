@@ -1,17 +1,16 @@
-"""Command line of HERALD: options, the mode that the cost model chooses, what went wrong."""
+"""Command line of HERALD: options, the mode that the cost model chooses."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparda_jax.cli import note
 
 if TYPE_CHECKING:
     from sparda_jax.diffusion.config import DenoiseParams
-    from sparda_jax.diffusion.generate import Block
     from sparda_jax.herald.config import HeraldConfig
     from sparda_jax.models.decoder import Decoder
 
@@ -97,18 +96,7 @@ def prepare(
     """A generation for `sparda_jax.commands.diffusion.run`."""
     from sparda_jax.diffusion.config import diffusion_of
     from sparda_jax.herald.engine import HeraldEngine
-    from sparda_jax.herald.generation import HeraldGeneration
-
-    class Told(HeraldGeneration):
-        """Says what went wrong on the host's side, when all is done."""
-
-        def __iter__(self) -> Iterator[Block]:
-            yield from super().__iter__()
-            for number, error in self.errors.items():
-                note(f"request {number}: {error}")
 
     steps = rule.steps or diffusion_of(model.config)[0].block_size
     engine = HeraldEngine(model, config=resolved(args, model, prompts, steps))
-    made = engine.prepare(prompts, requests, rule)
-    made.__class__ = Told
-    return made
+    return engine.prepare(prompts, requests, rule)

@@ -332,6 +332,11 @@ class BlockGeneration:
         active = self._engine.put(self._active)
         self.state = dataclasses.replace(self.state, active=active)
 
+    @property
+    def errors(self) -> dict[int, str]:
+        """By request, what went wrong beside the device: all is on it, so nothing."""
+        return {}
+
     def results(self) -> list[RequestResult]:
         """The requests as they stand; unfinished ones count as interrupted."""
         results = []
