@@ -8,6 +8,7 @@ from jax import lax
 from host_offload.cpu_selection import SelectionRule, row_scores
 from sparda_jax.diffusion.state import BlockState, LayerKV
 from sparda_jax.herald.forward import attend_layer, begin, new_turn, project
+from sparda_jax.herald.layout import as_slots, by_row
 from sparda_jax.herald.state import Pool
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import RopeTable
@@ -35,9 +36,9 @@ def select_on_device(
         rule: how.
         slots: Z.
     """
-    batch, heads, blocks, _, size, width = cache.shape
-    length, run = blocks * size, rule.run
-    rows = jnp.moveaxis(cache, 3, 2).reshape(batch, heads, 2, length, width)
+    batch, heads, _, _, size, width = cache.shape
+    rows, run = by_row(cache), rule.run
+    length = rows.shape[3]
     scores = row_scores(
         rows[:, :, 0], queries, first, end, scale=width**-0.5, aggregate=rule.aggregate
     )
@@ -56,8 +57,7 @@ def select_on_device(
     chosen = jnp.where((ids < length)[:, :, None, :, None], chosen, 0)
     missing = slots * size - chosen.shape[3]
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
-    chosen = chosen.reshape(batch, heads, 2, slots, size, width)
-    return Pool(jnp.moveaxis(chosen, 2, 3), count)
+    return Pool(as_slots(chosen, size=size), count)
 
 
 def cold_start(
@@ -108,9 +108,8 @@ def near_rows(
     """The init rows and the block before `aligned` of every layer, from whole caches."""
     init, previous = [], []
     for cache in caches:
-        batch, heads, blocks, _, size, head_dim = cache.shape
-        rows = jnp.moveaxis(cache, 3, 2).reshape(batch, heads, 2, blocks * size, head_dim)
-        missing = max(leading - blocks * size, 0)
+        rows = by_row(cache)
+        missing = max(leading - rows.shape[3], 0)
         first = jnp.pad(rows[:, :, :, :leading], ((0, 0),) * 3 + ((0, missing), (0, 0)))
         place = jnp.maximum(aligned - width, 0)[:, None] + jnp.arange(width)
         init.append(first)

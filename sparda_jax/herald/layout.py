@@ -131,9 +131,11 @@ def insert(batch: Any, one: Any, row: jax.Array) -> Any:
     return jax.tree.map(write, batch, one)
 
 
+def by_row(cache: LayerKV) -> Float[Array, "B K 2 S H"]:
+    """A cache `[B, K, M, 2, P, H]` row by row, S = M*P."""
+    return jnp.moveaxis(cache, 3, 2).reshape(*cache.shape[:2], 2, -1, cache.shape[-1])
+
+
 def prompt_rows(caches: tuple[LayerKV, ...]) -> tuple[jax.Array, ...]:
-    """Whole caches `[B, K, M, 2, P, H]` row by row, `[B, K, 2, M*P, H]`."""
-    return tuple(
-        jnp.moveaxis(cache, 3, 2).reshape(*cache.shape[:2], 2, -1, cache.shape[-1])
-        for cache in caches
-    )
+    """Whole caches row by row."""
+    return tuple(map(by_row, caches))
