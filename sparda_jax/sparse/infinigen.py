@@ -27,7 +27,7 @@ import numpy as np
 from pallas_kernels.block_selection import Selection, choose_blocks
 from pallas_kernels.chunking import map_chunks
 from sparda_jax.config import SparseConfig
-from sparda_jax.models.attention import chunk_attention, cudnn_serves, dense_attention
+from sparda_jax.models.attention import causal_attention
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse.nosa import selection_width
@@ -123,10 +123,7 @@ def layer_moments(
 
     def row(x: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         q, k, v = layer.qkv(x[None], cos, sin)
-        if cudnn_serves(q):
-            attention = dense_attention(q, k, v, None)
-        else:
-            attention = chunk_attention(q, k, v, positions)
+        attention = causal_attention(q, k, v, positions)
         summed, wide = group_sum(q, k.shape[2])[0], k[0].astype(jnp.float32)
         product = partial(jnp.einsum, "tkh,tki->khi", precision="highest")
         moments = product(summed, summed), product(wide, wide), wide.sum(0)
