@@ -22,6 +22,7 @@ import numpy as np
 from sparda_jax.config import SparseConfig
 from sparda_jax.evaluation.language import score_tokens
 from sparda_jax.evaluation.policies import Policy, forward
+from sparda_jax.evaluation.tasks import ruler_text
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.tokenization import Tokenizer
 
@@ -34,7 +35,6 @@ _VALUES = {"single": 1, "multikey": 1, "multivalue": 4}
 _HOPS = 4
 # Sentences of the haystack are dropped one by one until the prompt fits; this much is aimed at.
 _FILL = 0.97
-_WORDS = 25
 
 _ADJECTIVES = re.findall(
     r"\w+",
@@ -101,23 +101,11 @@ def samples(
     if not texts:
         raise ValueError("needles need at least one text to hide in")
     rng = np.random.default_rng((seed, TASKS.index(task), length))
-    haystacks = [_sentences(text) for text in texts]
+    haystacks = [ruler_text.sentences(" ".join(text.split())) for text in texts]
     return [
         _sample(_quest(task, rng), tokenizer, haystacks[i % len(haystacks)], length, rng)
         for i in range(count)
     ]
-
-
-def _sentences(text: str) -> list[str]:
-    """Text on one line, cut behind `.`, `!` or `?` where a capital or a quote follows.
-
-    What is no prose has few such places, so a piece has no more than `_WORDS` words either.
-    """
-    pieces = []
-    for sentence in re.split(r"(?<=[.!?]) (?=[A-Z\"'])", " ".join(text.split())):
-        words = sentence.split(" ")
-        pieces += [" ".join(words[i : i + _WORDS]) for i in range(0, len(words), _WORDS)]
-    return pieces
 
 
 def _quest(task: Task, rng: np.random.Generator) -> _Quest:
