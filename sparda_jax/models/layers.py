@@ -98,7 +98,4 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the MLP to every row."""
-        gate = self.gate(x)
-        # Spelt out: jax.nn.silu is itself a jit, and nothing jitted may be nested inside a
-        # function annotated for a GPU stream (DESIGN, sec. 7).
-        return self.down(gate * jax.lax.logistic(gate) * self.up(x))
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
