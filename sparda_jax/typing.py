@@ -1,4 +1,4 @@
-"""Array annotations, one letter per meaning (see DESIGN, section 4).
+"""Array annotations, one letter per meaning.
 
 ``B`` batch, ``T`` query tokens of this call, ``S`` cached tokens, ``N`` query heads, ``K`` KV
 heads, ``G`` = N/K, ``H`` head dim, ``D`` model dim, ``F`` MLP dim, ``V`` vocabulary, ``L`` layers,

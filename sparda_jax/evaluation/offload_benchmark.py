@@ -50,7 +50,8 @@ from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.sparse.infinigen import InfiniGen
 
-# Bytes a second that the host link gives to large copies (an H200 on PCIe 5 x16; DESIGN, sec. 7).
+# Bytes a second that the host link gives to large copies (an H200 on PCIe 5 x16); taken, not
+# measured here.
 HOST_LINK = 53e9
 # (name, engine settings)
 MODES: dict[str, dict[str, Any]] = {

@@ -39,7 +39,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a results file (see DESIGN, section 6).
+    """One line of a results file.
 
     Attributes:
         name: path of the measurement, as in "pool_attention/W1/B32".
@@ -251,7 +251,7 @@ def run(names: Iterable[str], session: Session, *, seconds: float = math.inf) ->
 def results_document(
     command: str, rows: Iterable[Row], notes: str, *, commit: str | None = None
 ) -> dict[str, Any]:
-    """The results file: see DESIGN, section 6.
+    """The results file: how rows were made, and the rows.
 
     Args:
         command: what made it.
