@@ -108,10 +108,8 @@ def block_fields(request: Request) -> BlockState:
     masked: Any
     tokens, masked = np.zeros((1, width), np.int32), np.ones((1, width), bool)
     tokens[0, : len(tail)], masked[0, : len(tail)] = tail, False
-    fields: Any = sampling_fields([request.sampling])
+    fields: Any = sampling_fields([request.sampling], width=STOP_TOKENS)
     rule: Any = rule_fields([request.rule], width)
-    missing = STOP_TOKENS - fields["stop_ids"].shape[1]
-    fields["stop_ids"] = np.pad(fields["stop_ids"], ((0, 0), (0, missing)), constant_values=-1)
     one: Any = lambda value: np.array([value])
     return BlockState(
         start=one(np.int32(request.aligned)),
