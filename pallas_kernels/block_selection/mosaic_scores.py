@@ -5,13 +5,14 @@ Both read the visible compressed keys once, at memory speed, and write float32 s
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.registers import row_layout
 
 LOG2E = math.log2(math.e)
 # Compressed keys of one tile: the rows of one wgmma.
@@ -33,7 +34,7 @@ def forecast_scores(
     """
     tiles = -(-keys // TILE)
     total = batch * heads * tiles
-    layout = _row_layout(head_dim)
+    layout = row_layout(head_dim)
 
     def forecast_scores_kernel(forecast, compressed, visible, out, key_tiles, vectors, landed):
         cta = lax.axis_index("cta")
@@ -135,7 +136,7 @@ def multi_head_scores(
     """
     tiles = -(-keys // TILE)
 
-    layout = _row_layout(head_dim)
+    layout = row_layout(head_dim)
 
     def multi_head_scores_kernel(
         q, compressed, visible, out, maxima, sums, key_tiles, operand, q_tile, landed, q_landed
@@ -209,16 +210,4 @@ def multi_head_scores(
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(),
         ],
-    )
-
-
-def _row_layout(head_dim: int) -> Any:
-    """Registers of a [64, H] tile: 8 neighbouring values a thread, whole rows in one warp."""
-    threads_per_row = head_dim // 8
-    rows = 32 // threads_per_row
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((4 * rows, head_dim), (rows, head_dim), (8,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
     )

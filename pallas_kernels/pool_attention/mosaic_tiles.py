@@ -14,6 +14,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.registers import row_layout
+
 LOG2E = math.log2(math.e)
 # Rows of one wgmma.
 ROWS = 64
@@ -192,18 +194,6 @@ def widen(narrow: Any, wide: Any) -> None:
         # Hopper converts e4m3 to float16 only.
         values = values.astype(jnp.float32)
     wide[...] = values.astype(wide.dtype)
-
-
-def row_layout(head_dim: int) -> Any:
-    """Registers of a [TOK, H] tile: 8 neighbouring values a thread, whole rows in one warp."""
-    threads = head_dim // 8
-    rows = 32 // threads
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((4 * rows, head_dim), (rows, head_dim), (8,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )
 
 
 def named(ids: Ids) -> jax.Array:
