@@ -7,6 +7,7 @@ The same command goes on with a run that was stopped, and gives the table it wou
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -126,6 +127,10 @@ def list_tasks() -> None:
     print(f"meters: {', '.join(METERS)}")
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 class Session:
     """What all modes share: the model, settings and texts."""
 
@@ -207,47 +212,52 @@ class Session:
             return BlockAnswerer(engine, self.tokenizer, self.denoise, self.check)
         return EngineAnswerer(self.engine(mode), self.tokenizer, self.check)
 
-    def documents(self) -> list[list[int]]:
-        """Tokens of every text; of the one that ships, windows of the greatest length."""
-        tokens = [self.tokenizer.encode(text, add_special=False) for text in self.texts]
+    def documents(self, length: int) -> list[list[int]]:
+        """Tokens of every text; of the one that ships, windows of a length."""
         if self.args.text:
-            return tokens
-        size = max(self.args.lengths)
-        return [tokens[0][i : i + size] for i in range(0, len(tokens[0]) - size + 1, size)]
+            return self.tokens
+        (whole,) = self.tokens
+        return [whole[i : i + length] for i in range(0, len(whole) - length + 1, length)]
+
+    @functools.cached_property
+    def tokens(self) -> list[list[int]]:
+        """Of every text."""
+        return [self.tokenizer.encode(text, add_special=False) for text in self.texts]
 
     def settings(self) -> dict[str, Any]:
-        """All that decides the results."""
+        """All that decides the results of every mode, task and length alike."""
         import jax
-        import numpy as np
 
         from sparda_jax.checkpoints.forecast import model_fingerprint
 
         args = self.args
-        digest = lambda data: hashlib.sha256(data).hexdigest()[:16]
-        forecast = None
-        if "sparda" in args.modes:
-            kernels = jax.tree.leaves(self.selector("sparda")["forecast"])
-            forecast = digest(b"".join(np.asarray(k).tobytes() for k in kernels))
         files = sorted(p for p in args.data.rglob("*") if p.is_file()) if args.data else []
         return {
             "model": {"name": str(args.model), "sha256": model_fingerprint(self.model)[:16]},
             "dtype": str(self.model.dtype),
             "tokenizer": self.tokenizer.fingerprint()[:16],
-            "forecast": forecast,
-            "tasks": [task.name for task in self.suite.tasks] + self.meters,
-            "lengths": args.lengths,
             "samples": args.samples,
-            "seeds": args.seeds,
-            "modes": args.modes,
             "answers": asdict(self.answering),
-            "sparse": self.sparse and asdict(self.sparse),
-            "denoise": self.denoise and asdict(self.denoise),
-            "engine": {mode: asdict(config) for mode, config in self.configs.items()},
-            "texts": [digest(text.encode()) for text in self.texts],
-            "data": {str(p.relative_to(args.data)): digest(p.read_bytes()) for p in files},
+            "texts": [_digest(text.encode()) for text in self.texts],
+            "data": {str(p.relative_to(args.data)): _digest(p.read_bytes()) for p in files},
             "limit": self.limit,
             "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
         }
+
+    def settings_of(self, mode: str) -> dict[str, Any]:
+        """All that decides the results of one mode besides."""
+        import jax
+        import numpy as np
+
+        found: dict[str, Any] = {"engine": asdict(self.configs[mode])}
+        if self.denoise is not None:
+            found["denoise"] = asdict(self.denoise)
+        elif mode != "dense":
+            found["sparse"] = asdict(self.sparse)
+        if mode == "sparda":
+            kernels = jax.tree.leaves(self.selector(mode)["forecast"])
+            found["forecast"] = _digest(b"".join(np.asarray(k).tobytes() for k in kernels))
+        return found
 
     def rows(self, run: Any) -> Iterator[Any]:
         """All rows, once their work is done."""
@@ -267,7 +277,7 @@ class Session:
         yield from suite.run_tasks(self.suite, run, sources, self.answerer, note)
         if "perplexity" in self.meters:
             yield from suite.run_perplexity(
-                self.suite, run, self.documents(), args.samples, self.engine, note
+                self.suite, run, self.documents, args.samples, self.engine, note
             )
         if "selection" in self.meters:
             yield from self.selections()
@@ -288,7 +298,7 @@ class Session:
         if not asked:
             raise ValueError("selection: dense selects nothing, give another --mode")
         for length in self.args.lengths:
-            found = position.documents_of(self.documents(), length, self.args.samples)
+            found = position.documents_of(self.documents(length), length, self.args.samples)
             yield from quality.selection_rows(
                 self.model,
                 asked,
@@ -313,10 +323,13 @@ def run(args: argparse.Namespace) -> int:
     with DeferredInterrupt() as interrupt:
         session = Session(args, interrupt.check)
         settings = session.settings()
-        name = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-        folder = args.run_dir or Path("runs") / f"evaluate-{name.hexdigest()[:12]}"
+        modes = {mode: session.settings_of(mode) for mode in args.modes}
+        name = _digest(json.dumps([settings, modes], sort_keys=True, default=str).encode())
+        folder = args.run_dir or Path("runs") / f"evaluate-{name[:12]}"
         work = Run(folder, session.answering, session.tokenizer, session.limit)
         work.claim(settings)
+        for mode, own in modes.items():
+            work.claim(own, mode)
         note(f"work in {folder}")
         rows = list(session.rows(work))
     for row in rows:
@@ -325,7 +338,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{row.name:60s} {figure}, n {row.timing.n}")
     if args.json:
         command = shlex.join(["python", *sys.argv])
-        document = results_document(command, rows, NOTES) | {"settings": settings}
+        document = results_document(command, rows, NOTES)
+        document["settings"] = settings | {"seeds": args.seeds, "modes": modes}
         write_whole(args.json, json.dumps(document, indent=1, default=str) + "\n")
     return 0
 

@@ -1,6 +1,7 @@
 """An evaluation as a folder: prepared examples and predictions; stopped, it can go on.
 
     settings.json                     what decides the results; another one is refused
+    predictions/<mode>/settings.json  likewise, of one mode
     examples/<cell>.jsonl             one example a line, the same for every mode
     predictions/<mode>/<cell>.jsonl   one batch a line, appended when it is done
 
@@ -135,20 +136,28 @@ class Run:
     tokenizer: Tokenizer
     limit: int
 
-    def claim(self, settings: Mapping[str, Any]) -> None:
+    def claim(self, settings: Mapping[str, Any], mode: str | None = None) -> None:
         """Writes the settings, or checks that the folder was made with them.
+
+        Modes are claimed one by one, so that others can be added to a folder, or run beside one
+        another.
+
+        Args:
+            settings: of the folder, or of one mode.
+            mode: whose settings; None: the folder's.
 
         Raises:
             ValueError: it was made with others; names them.
         """
-        path = self.folder / "settings.json"
+        place = self.folder if mode is None else self.folder / "predictions" / mode
+        path = place / "settings.json"
         text = json.dumps(settings, indent=1, sort_keys=True, default=str)
         if path.exists():
             before, now = json.loads(path.read_text()), json.loads(text)
             keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
             if keys:
                 raise ValueError(
-                    f"{self.folder} was made with other settings: "
+                    f"{place} was made with other settings: "
                     + "; ".join(f"{k} was {before.get(k)!r}, is {now.get(k)!r}" for k in keys)
                 )
         else:

@@ -103,7 +103,7 @@ def run_tasks(
 def run_perplexity(
     suite: Suite,
     run: Run,
-    tokens: Sequence[Sequence[int]],
+    tokens: Callable[[int], Sequence[Sequence[int]]],
     documents: int,
     engine: Callable[[str], Engine],
     report: Report,
@@ -113,7 +113,7 @@ def run_perplexity(
     Args:
         suite: its lengths and modes.
         run: the folder.
-        tokens: documents.
+        tokens: documents to take the first tokens of, by how many these are.
         documents: how many to use at most.
         engine: makes one of a mode; called when there is work for it.
         report: progress.
@@ -126,7 +126,7 @@ def run_perplexity(
         report("perplexity: infinigen reads a prompt as sparse does, so it has no row of its own")
     baseline = suite.baseline if suite.baseline in modes else modes[0]
     for length in suite.lengths:
-        chosen = position.documents_of(tokens, length, documents)
+        chosen = position.documents_of(tokens(length), length, documents)
         nll = {}
         for mode in modes:
             path = run.folder / "predictions" / mode / f"perplexity_{length}.jsonl"

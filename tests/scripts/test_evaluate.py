@@ -56,8 +56,8 @@ def test_tables_and_going_on(command, tmp_path):
     code, out, err = command("--json", tmp_path / "a.json", "--run-dir", tmp_path / "run")
     assert code == 0, err
     document, scores, rows = table(tmp_path / "a.json")
-    assert set(document["settings"]["engine"]) == {"dense", "sparse"}
-    assert document["settings"]["engine"]["sparse"]["offload"] == "host"
+    assert set(document["settings"]["modes"]) == {"dense", "sparse"}
+    assert document["settings"]["modes"]["sparse"]["engine"]["offload"] == "host"
     for name in ("ruler/1536/niah_multikey_1/sparse", "ruler/1536/mean/sparse-dense",
                  "perplexity/1536/tokens_256-1024/sparse-dense", "meters/1536/decode/sparse",
                  "meters/1536/hit_rate/sparse"):  # fmt: skip
@@ -73,8 +73,10 @@ def test_tables_and_going_on(command, tmp_path):
     assert code == 0 and "sparse niah_multikey_1_1536_42: 2 of 2 batches" in err
     assert table(tmp_path / "b.json")[1] == scores
     assert (predictions / "dense" / "niah_multikey_1_1536_42.jsonl").read_bytes() == before
-    code, _, err = command("--run-dir", tmp_path / "run", "--seeds=7")
-    assert code == 1 and "was made with other settings: seeds was [42], is [7]" in err
+    code, _, err = command("--run-dir", tmp_path / "run", "--temperature=0.5")
+    assert code == 1 and "run was made with other settings: answers was {'batch': 2, " in err
+    code, _, err = command("--run-dir", tmp_path / "run", "--budget-blocks=7")
+    assert code == 1 and "predictions/sparse was made with other settings: sparse was " in err
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,9 @@ def test_other_settings_are_refused(default_tokenizer, tmp_path):
     run.claim({"seeds": [1], "batch": 2})
     with pytest.raises(ValueError, match=r"made with other settings: seeds was \[1\], is \[2\]"):
         run.claim({"seeds": [2], "batch": 2})
+    run.claim({"budget": 3}, "sparse")
+    with pytest.raises(ValueError, match=r"predictions/sparse was made .* budget was 3, is 4"):
+        run.claim({"budget": 4}, "sparse")
     with pytest.raises(ValueError, match="2 greedy answers would be the same"):
         Answering(repeats=2)
 
