@@ -17,6 +17,7 @@ from pallas_kernels.pool_attention.tuning import (
     MAX_STAGES,
     SHARED_BYTES,
     RowsConfig,
+    block_splits,
     rows_config,
 )
 
@@ -39,7 +40,7 @@ def pool_attention(
     return_lse: bool,
     config: RowsConfig | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """See ``pool_attention.api.pool_attention``; ``config`` overrides the launch for few rows.
+    """See ``pool_attention.api.pool_attention``; ``config`` overrides the launch.
 
     Raises:
         NotImplementedError: P, H or dtype that the kernels do not serve; quantised slots with
@@ -169,8 +170,44 @@ def _attend_many(
     stages = config.stages if config else MAX_STAGES
     while mosaic_block.shared_bytes(shape, stages) > SHARED_BYTES and stages > 1:
         stages -= 1
+    splits = 1
+    if not (shape.slot_bias or shape.quantised):
+        blocks = shape.batch * shape.heads * (shape.rows // mosaic_block.BLOCK_ROWS)
+        splits = config.splits if config else block_splits(blocks, shape.steps)
+    if splits > 1:
+        shape, operands = _split(shape, operands, splits)
     kernel = mosaic_block.build(shape, stages=stages, scale=scale, stage_weights=simulated)
-    return kernel(*operands)
+    out, lse = kernel(*operands)
+    return _merged(out, lse, splits) if splits > 1 else (out, lse)
+
+
+def _split(
+    shape: mosaic_tiles.Shape, operands: list[Array], splits: int
+) -> tuple[mosaic_tiles.Shape, list[Array]]:
+    """Every KV head as so many heads with a part of its slots each, the first with the tail.
+
+    Slots are dealt out in turn, so that lists which end early, with -1, keep all parts at work.
+    """
+    queries, slots, ids, tail, columns, *rest = operands
+    ids = _pad(ids, 2, splits, -1)
+    ids = jnp.moveaxis(ids.reshape(*ids.shape[:2], -1, splits), 3, 2)
+    selected = ids.shape[3]
+    shape = dataclasses.replace(shape, heads=shape.heads * splits, selected=selected)
+    heads = (shape.batch, shape.heads // splits, splits, columns.shape[2])
+    first = jnp.arange(splits)[:, None] == 0
+    columns = jnp.where(first, jnp.broadcast_to(columns[:, :, None], heads), -jnp.inf)
+    queries = jnp.repeat(queries, splits, axis=1)
+    ids = ids.reshape(shape.batch, shape.heads, selected)
+    return shape, [queries, slots, ids, tail, columns.reshape(*ids.shape[:2], -1), *rest]
+
+
+def _merged(out: Array, lse: Array, splits: int) -> tuple[Array, Array]:
+    """One softmax of the parts of every head, float32."""
+    parts = lse.reshape(lse.shape[0], -1, splits, lse.shape[2])
+    total = jax.nn.logsumexp(parts, axis=2)
+    weights = jnp.exp(parts - jnp.where(jnp.isneginf(total), 0.0, total)[:, :, None])
+    out = out.reshape(*parts.shape, -1).astype(jnp.float32)
+    return jnp.sum(out * weights[..., None], axis=2), total
 
 
 def _group(q: Float[Array, "B T N H"], heads: int) -> Float[Array, "B K TG H"]:

@@ -56,7 +56,16 @@ def build(
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         wg = lax.axis_index("wg")
         operands = tiles.select(
-            batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias, slot_scales
+            shape,
+            batch,
+            head,
+            slots,
+            slot_ids,
+            tail,
+            tail_columns,
+            tail_rows,
+            slot_bias,
+            slot_scales,
         )
         ring = tiles.Ring(keys, values, columns, landed, tail_landed)
         # The tail is not quantised: it takes the place of the widened tiles.

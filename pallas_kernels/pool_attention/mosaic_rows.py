@@ -75,7 +75,16 @@ def build(
         batch, head = lax.axis_index("batch"), lax.axis_index("head")
         split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
         operands = tiles.select(
-            batch, head, slots, slot_ids, tail, tail_columns, tail_rows, slot_bias, slot_scales
+            shape,
+            batch,
+            head,
+            slots,
+            slot_ids,
+            tail,
+            tail_columns,
+            tail_rows,
+            slot_bias,
+            slot_scales,
         )
         first = wg * stages
         ring = tiles.Ring(

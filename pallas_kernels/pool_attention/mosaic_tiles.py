@@ -105,6 +105,7 @@ class Operands:
 
 
 def select(
+    shape: Shape,
     batch: jax.Array,
     head: jax.Array,
     slots: Any,
@@ -115,15 +116,19 @@ def select(
     slot_bias: Any,
     slot_scales: Any,
 ) -> Operands:
-    """The operands of one (request, KV head); masks and biases may be shared by the heads."""
+    """The operands of one (request, KV head); one with fewer heads is shared by consecutive ones.
+
+    Masks are shared by all heads, slots and tail by the parts that a head is split in.
+    """
 
     def of_head(ref: Any) -> Any:
-        return ref.at[batch, head if ref.shape[1] > 1 else 0]
+        sharing = shape.heads // ref.shape[1]
+        return ref.at[batch, head if sharing == 1 else lax.div(head, sharing)]
 
     return Operands(
-        slots=slots.at[batch, head],
-        slot_ids=slot_ids.at[batch, head],
-        tail=tail.at[batch, head],
+        slots=of_head(slots),
+        slot_ids=of_head(slot_ids),
+        tail=of_head(tail),
         tail_columns=of_head(tail_columns),
         tail_rows=None if tail_rows is None else of_head(tail_rows),
         slot_bias=None if slot_bias is None else slot_bias.at[batch, head],

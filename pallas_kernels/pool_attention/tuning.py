@@ -8,6 +8,8 @@ SHARED_BYTES = 227 * 1024
 SATURATING = 64
 # Thread blocks of a cluster, at most.
 MAX_SPLITS = 8
+# Of an H200; each runs one thread block of the kernel for many rows.
+MULTIPROCESSORS = 132
 # Tiles in flight per warpgroup, at most; shared memory has room for two or three of 32 KiB.
 MAX_STAGES = 4
 
@@ -47,3 +49,19 @@ def rows_config(pairs: int, steps: int, tile_tokens: int) -> RowsConfig:
     splits = max(1, min(MAX_SPLITS, SATURATING // pairs, steps // 4))
     # Three warpgroups have 168 registers a thread: not enough for the scores of larger tiles.
     return RowsConfig(splits=splits, stages=MAX_STAGES, warpgroups=3 if tile_tokens <= 64 else 2)
+
+
+def block_splits(blocks: int, steps: int) -> int:
+    """Parts that the kernel for many rows cuts the slots in, so that all multiprocessors work.
+
+    The fewest tiles one after the other: rounds of thread blocks times the tiles of each, three
+    more for its start, the tail and the merging (a guess). Without it, 8 thread blocks reach
+    31 TFLOP/s of the 435 that 256 do (H200, 96 slots of 64, H=128).
+
+    Args:
+        blocks: thread blocks without splits.
+        steps: tiles of slots per thread block; a part has at least eight.
+    """
+    fitting = [splits for splits in (1, 2, 4, 8, 16) if splits == 1 or steps // splits >= 8]
+    rounds = lambda splits: -(-blocks * splits // MULTIPROCESSORS)
+    return min(fitting, key=lambda splits: (rounds(splits) * (-(-steps // splits) + 3), splits))

@@ -119,6 +119,10 @@ def _compare(operands, biases, config=None):
             None,
         ),
         (
+            {"t": 33, "g": 2, "h": 64, "p": 64, "z": 6, "r": 5, "e": 64, "missing": True},
+            RowsConfig(splits=2, stages=2, warpgroups=2),
+        ),
+        (
             {"t": 33, "g": 2, "h": 64, "p": 32, "z": 9, "r": 7, "e": 65, "quantised": "int8"}
             | {"missing": True},
             None,
