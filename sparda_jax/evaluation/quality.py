@@ -277,8 +277,8 @@ def needle_rows(
             ]
             right, likely = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
             scores[policy.name] = right, likely
-            share, seconds = right.mean(), time.perf_counter() - start
-            report(f"needle {task} {setting.name} {policy.name}: {share:.3f}, {seconds:.1f} s")
+            share, took = right.mean(), time.perf_counter() - start
+            report(f"needle {task} {setting.name} {policy.name}: {share:.3f}, {took:.1f} s")
             if policy is DENSE and share < dense_finds:
                 break
         yield from _needle_rows(f"needle/{setting.name}", task, scores, setting)

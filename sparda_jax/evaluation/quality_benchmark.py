@@ -28,9 +28,8 @@ from sparda_jax.tokenization import Tokenizer
 # Blocks before the query's own that are forced where budgets are percentages: at 6.25 % the
 # model's own eight would leave no free block.
 LOCAL_BLOCKS = 3
-# For needles fewer still, and a finer grid in short prompts: 6.25 % of them are four blocks.
+# For needles fewer still: 6.25 % of 64 blocks are four.
 NEEDLE_LOCAL_BLOCKS = 1
-NEEDLE_BLOCKS = 64
 # Text under the model's own policy and under percentages, by both kinds of meters; the noise of
 # bfloat16 (every block selected, by another attention than the dense one); needles.
 SECTIONS = (
@@ -55,6 +54,7 @@ class Plan:
         percents: budgets, of the context.
         blocks: of a context whose budgets are percentages: of 64 tokens each at 8K, of 16 at 2K.
         needle_lengths: tokens of needle prompts.
+        needle_blocks: of a needle prompt, if blocks of 64 tokens would be fewer.
         samples: needles of each task, length and seed.
         seeds: of the needles.
         calibration_rows: InfiniGen is calibrated on so many windows.
@@ -76,6 +76,7 @@ class Plan:
     percents: tuple[float, ...] = (50, 25, 12.5, 6.25)
     blocks: int = 128
     needle_lengths: tuple[int, ...] = (1024, 2048, 4096)
+    needle_blocks: int = 64
     samples: int = 16
     seeds: tuple[int, ...] = (0, 1, 2)
     calibration_rows: int = 4
@@ -268,7 +269,7 @@ def _section(
     rest: dict[str, Any] = {"report": report, "seconds": plan.seconds}
     if section == "needles":
         for length in plan.needle_lengths:
-            size = min(64, length // NEEDLE_BLOCKS)
+            size = min(64, length // plan.needle_blocks)
             yield quality.needle_rows(
                 model,
                 asked.everywhere,

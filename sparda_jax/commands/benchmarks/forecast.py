@@ -64,6 +64,7 @@ def _quality(arguments: argparse.Namespace) -> None:
         percents=tuple(arguments.percents),
         blocks=arguments.blocks,
         needle_lengths=tuple(arguments.needle_lengths),
+        needle_blocks=arguments.needle_blocks,
         samples=arguments.samples,
         dense_finds=arguments.dense_finds,
         every=arguments.every,
@@ -121,6 +122,7 @@ def add(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument("--percents", type=float, nargs="+", default=[50, 25, 12.5, 6.25])
     command.add_argument("--blocks", type=int, default=128, help="of a text, for %% budgets")
     command.add_argument("--needle-lengths", type=int, nargs="*", default=[1024, 2048, 4096])
+    command.add_argument("--needle-blocks", type=int, default=64, help="of a short needle prompt")
     command.add_argument("--samples", type=int, default=16, help="needles of each of three seeds")
     command.add_argument("--dense-finds", type=float, default=0.8, help="compare needles from here")
     command.add_argument(
