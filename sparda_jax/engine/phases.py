@@ -9,6 +9,7 @@ some modes while the layer before is at work), fetches what is missing, and atte
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -73,7 +74,10 @@ def _plan(
         from_host = slots.miss & ~in_ring
         misses = Misses(
             *compact_misses(
-                dataclasses.replace(slots, miss=from_host), wanted, num_blocks=num_blocks
+                dataclasses.replace(slots, miss=from_host),
+                wanted,
+                num_blocks=num_blocks,
+                pages=step.pages,
             )
         )
         hits = jnp.sum(free & ~from_host)
@@ -258,6 +262,12 @@ def _tie(
     return x, cache, plan
 
 
+# A jit each, so that a program traces and lowers a phase once for all its layers; XLA inlines them.
+_project_layer = functools.partial(jax.jit, static_argnames="geometry")(project_layer)
+_choose_blocks = functools.partial(jax.jit, static_argnames=("sparse", "num_blocks"))(choose_blocks)
+_attend_layer = functools.partial(jax.jit, static_argnames="block_size")(attend_layer)
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedPhases:
     """The phases traced into the program that calls them; see `Phases`.
@@ -283,12 +293,13 @@ class TracedPhases:
     def project(self, index: int, x: Array, cache: SparseCache) -> tuple[Array, Array, SparseCache]:
         """See `project_layer`."""
         layer, chooser = self.model.layers[index], self.choosers[index]
-        return project_layer(layer, chooser, x, cache, self.step, self.sparse.geometry)
+        return _project_layer(layer, chooser, x, cache, self.step, geometry=self.sparse.geometry)
 
     def choose(self, index: int, source: Array, cache: SparseCache) -> tuple[SparseCache, Plan]:
         """See `choose_blocks`."""
         layer, chooser = self.model.layers[index], self.choosers[index]
-        return choose_blocks(layer, chooser, source, cache, self.step, self.sparse, self.num_blocks)
+        rules = {"sparse": self.sparse, "num_blocks": self.num_blocks}
+        return _choose_blocks(layer, chooser, source, cache, self.step, **rules)
 
     def fetch(self, index: int, cache: SparseCache) -> SparseCache:
         """Nothing to do where the KV is resident."""
@@ -304,4 +315,4 @@ class TracedPhases:
         """See `attend_layer`."""
         size = self.sparse.geometry.block_size
         held = (cache.blocks, cache.tail, rows, cache.bias, cache.slot_blocks)
-        return attend_layer(self.model.layers[index], x, q, *held, self.step, size)
+        return _attend_layer(self.model.layers[index], x, q, *held, self.step, block_size=size)

@@ -13,31 +13,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array
 
 from host_offload import memory
 from host_offload.fetch import ProgramFetcher
 from host_offload.host_pool import HostPool, PoolLayer
-from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
+from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.engine.choosers import Chooser
 from sparda_jax.engine.generate import Engine
 from sparda_jax.engine.plan import BatchPlan
 from sparda_jax.engine.programs import Program
-from sparda_jax.engine.state import (
-    DecodeState,
-    Misses,
-    SamplingState,
-    SparseCache,
-    sampling_fields,
+from sparda_jax.evaluation.decode_caches import random_blocks, random_state
+from sparda_jax.evaluation.decode_modes import (
+    MODES,
+    engine_config,
+    largest_batch,
+    plan_of,
+    sparse_config,
 )
 from sparda_jax.evaluation.decode_traces import (
     EveryBlock,
@@ -53,18 +55,28 @@ from sparda_jax.sparse.infinigen import InfiniGen
 # Bytes a second that the host link gives to large copies (an H200 on PCIe 5 x16); taken, not
 # measured here.
 HOST_LINK = 53e9
-# (name, engine settings)
-MODES: dict[str, dict[str, Any]] = {
-    "dense_resident": {"mode": "sparse", "offload": "none"},
-    "sparse_resident": {"mode": "sparse", "offload": "none"},
-    "sparse_offload": {"mode": "sparse", "offload": "host"},
-    "infinigen": {"mode": "infinigen", "offload": "host"},
-    "sparda_no_prefetch": {"mode": "sparda", "offload": "host", "prefetch": False},
-    "sparda": {"mode": "sparda", "offload": "host"},
-    "sparda_placed": {"mode": "sparda", "offload": "auto"},
-    "sparda_int8": {"mode": "sparda", "offload": "host", "host_kv_dtype": "int8"},
-    "sparda_fp8": {"mode": "sparda", "offload": "host", "host_kv_dtype": "float8_e4m3fn"},
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What KV may take; where a batch is given, the host's is not checked: one layer is pinned.
+
+    Attributes:
+      device_kv_bytes: on the device, for "sparda_placed".
+      hbm_caps: gigabytes of device memory, weights included; every mode is run with the largest
+        batch under each, in place of the workloads' batches.
+      host_kv_bytes: on the host, under a cap.
+      whole_pool: pin every layer's pool, not one that stands for all.
+    """
+
+    device_kv_bytes: int | None = None
+    hbm_caps: Sequence[float] = ()
+    host_kv_bytes: int = 110 * 2**30
+    whole_pool: bool = False
+
+
+# Of a device under a cap: temporary buffers of a step, Forecast weights, RoPE table, the trace.
+RESERVED_BYTES = 3 * 2**27
 
 
 def rows(
@@ -74,7 +86,7 @@ def rows(
     modes: Sequence[str],
     *,
     prefix: str,
-    device_kv_bytes: int | None = None,
+    limits: Memory,
     trace: pathlib.Path | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
@@ -83,25 +95,34 @@ def rows(
     Args:
       model_config: shape of the model.
       sparse: selection rules.
-      workloads: what is decoded; those that differ in the hit rate alone share their programs.
+      workloads: what is decoded; neighbours that differ in the hit rate alone share their programs,
+        and have one row together in a mode that keeps all KV on the device.
       modes: names in `MODES`.
       prefix: of the rows' names.
-      device_kv_bytes: what KV may take on the device, for "sparda_placed".
-      trace: folder for a timeline of one more call, a folder for every row; `perfetto_trace.json`
-        shows compute and fetch side by side.
+      limits: of memory.
+      trace: folder for a timeline of one more call of the first row; `perfetto_trace.json` shows
+        compute and fetch side by side.
       report: told what is being done.
 
     Raises:
-      ValueError: a context without room for the free blocks.
+      ValueError: a context without room for the free blocks; a cap that holds no sequence.
     """
     for workload in workloads:
         room = workload.context // sparse.geometry.block_size - sparse.local_blocks
         if room - sparse.init_blocks < 2 * (sparse.budget_blocks - sparse.forced_blocks):
             raise ValueError(f"a context of {workload.context} tokens is too short for this policy")
-    bench = Bench(model_config, sparse, device_kv_bytes, report)
-    for workload in workloads:
-        for mode in modes:
-            yield bench.row(prefix, workload, mode, trace)
+    bench = Bench(model_config, sparse, limits, report)
+    for cap in limits.hbm_caps or (None,):
+        for _, group in itertools.groupby(workloads, _any_hit_rate):
+            rates = list(group)
+            for mode, workload in itertools.product(modes, rates):
+                if MODES[mode]["offload"] != "none" or workload is rates[0]:
+                    yield bench.row(prefix, workload, mode, trace, cap)
+                    trace = None
+
+
+def _any_hit_rate(workload: Workload) -> Workload:
+    return dataclasses.replace(workload, hit_rate=0.0)
 
 
 class Bench:
@@ -110,7 +131,7 @@ class Bench:
     Args:
       model_config: shape of the model.
       sparse: selection rules.
-      device_kv_bytes: what KV may take on the device, for "sparda_placed".
+      limits: of memory.
       report: told what is being done.
     """
 
@@ -118,26 +139,20 @@ class Bench:
         self,
         model_config: ModelConfig,
         sparse: SparseConfig,
-        device_kv_bytes: int | None,
+        limits: Memory,
         report: Callable[[str], None],
     ):
-        self.sparse, self.report, self._budget = sparse, report, device_kv_bytes
+        self.sparse, self.report, self.limits = sparse, report, limits
         self.model = Decoder.random(model_config, dtype=jnp.bfloat16)
         self._bandwidth = Session().copy_bandwidth
         self._engines: dict[tuple, Engine] = {}
         self._runs: dict[tuple, Run] = {}
 
-    def engine(self, workload: Workload, mode: str) -> Engine:
+    def engine(self, workload: Workload, mode: str, device_kv_bytes: int | None) -> Engine:
         """The engine of a mode; workloads of one context share it and its programs."""
-        key = (mode, workload.context, workload.steps)
+        key = (mode, workload.context, workload.steps, device_kv_bytes)
         if key not in self._engines:
-            settings, shape = MODES[mode], self.model.config
-            config = EngineConfig(
-                steps_per_call=workload.steps_per_call,
-                max_length=workload.context + workload.steps,
-                device_kv_bytes=self._budget if settings["offload"] == "auto" else None,
-                **settings,
-            )
+            config, shape = engine_config(workload, mode, device_kv_bytes), self.model.config
             forecast = infinigen = None
             if config.mode == "sparda":
                 forecast = Forecast.random(shape, dtype=jnp.bfloat16)
@@ -145,10 +160,9 @@ class Bench:
                 eye = jnp.eye(shape.head_dim, shape.head_dim // 4)
                 skew = jnp.broadcast_to(eye, (shape.num_kv_heads, *eye.shape))
                 infinigen = InfiniGen((skew,) * shape.num_layers)
-            sparse = self.sparse
-            if mode == "dense_resident":
-                sparse = sparse.with_all_blocks(workload.context + workload.steps)
+            sparse = sparse_config(self.sparse, workload, mode)
             # One mode at a time: their caches together exceed the device.
+            self._engines, self._runs = {}, {}
             self._engines = {
                 key: Engine(
                     self.model, sparse=sparse, config=config, forecast=forecast, infinigen=infinigen
@@ -158,24 +172,38 @@ class Bench:
 
     def _run_of(self, engine: Engine, workload: Workload, mode: str) -> Run:
         """The run of a mode; workloads that differ in the hit rate alone share it."""
-        key = (mode, dataclasses.replace(workload, hit_rate=0.0))
+        key = (mode, engine.config, _any_hit_rate(workload))
         if key not in self._runs:
             self._runs = {}  # frees the last one's pool
-            self._runs = {key: Run(engine, workload, mode, self.report)}
+            whole = self.limits.whole_pool
+            self._runs = {key: Run(engine, workload, mode, self.report, whole_pool=whole)}
         return self._runs[key]
 
     def row(
-        self, prefix: str, workload: Workload, mode: str, trace: pathlib.Path | None = None
+        self,
+        prefix: str,
+        workload: Workload,
+        mode: str,
+        trace: pathlib.Path | None = None,
+        cap: float | None = None,
     ) -> Row:
-        """Measures one mode."""
-        engine = self.engine(workload, mode)
-        name = (
-            f"{prefix}/{workload.context // 1024}K/B{workload.batch}/hit{workload.hit_rate}/{mode}"
-        )
+        """Measures one mode; with the largest batch under a cap (GB of device memory), if given."""
+        budget, name = self.limits.device_kv_bytes, f"{prefix}/{workload.context // 1024}K"
+        weights = memory.tree_bytes(nnx.state(self.model))
+        if cap is not None:
+            budget = int(cap * 1e9) - weights - RESERVED_BYTES
+            batch = largest_batch(
+                self.model.config, self.sparse, workload, mode, budget, self.limits.host_kv_bytes
+            )
+            workload, name = dataclasses.replace(workload, batch=batch), f"{name}/{cap:g}GB"
+        engine = self.engine(workload, mode, budget)
+        name += f"/B{workload.batch}"
+        if engine.config.offload != "none":
+            name += f"/hit{workload.hit_rate}"
+        name += f"/{mode}"
         run = self._run_of(engine, workload, mode)
         decode = run(workload.hit_rate, None if trace is None else trace / name)
         plan, batch = run.plan, workload.batch
-        weights = memory.tree_bytes(engine.parameters.arrays)
         # What a step reads of the device's memory, at least.
         cached = plan.batch * engine.model.config.num_layers * run.step_bytes
         floor = (weights + cached) / self._bandwidth
@@ -185,10 +213,15 @@ class Bench:
             "moved_mb_per_step": decode.moved * 1e-6,
             "moved_gb_per_s": decode.moved / decode.milliseconds * 1e-6,
             "device_kv_gib": plan.device_kv_bytes / 2**30,
-            "device_gib": (plan.device_kv_bytes + weights) / 2**30,
+            "weights_gib": weights / 2**30,
+            "in_use_gib": decode.in_use / 2**30,
+            "temporary_gib": decode.temporary / 2**30,
             "host_kv_gib": plan.host_kv_bytes / 2**30,
         }
+        if cap is not None:
+            details["hbm_cap_gb"] = cap
         if plan.slots:
+            details["resident_layers"] = float(plan.resident_layers)
             alone = run.compute_alone, run.fetch_alone(decode.moved)
             details["compute_alone_ms"], details["fetch_alone_ms"] = alone
             details["over_the_larger"] = decode.milliseconds / max(alone)
@@ -208,11 +241,15 @@ class Decoded:
       times: milliseconds a step of every call.
       hit_rate: of the free blocks.
       moved: bytes fetched a step.
+      in_use: bytes of the device's memory between two calls.
+      temporary: bytes that a call needs besides.
     """
 
     times: list[float]
     hit_rate: float
     moved: float
+    in_use: float
+    temporary: float
 
     @property
     def milliseconds(self) -> float:
@@ -229,12 +266,16 @@ class Run:
     """
 
     def __init__(
-        self, engine: Engine, workload: Workload, mode: str, report: Callable[[str], None]
+        self,
+        engine: Engine,
+        workload: Workload,
+        mode: str,
+        report: Callable[[str], None],
+        *,
+        whole_pool: bool = False,
     ):
         self._engine, self._workload, self._mode, self._report = engine, workload, mode, report
-        prompt = [0] * workload.context
-        request = SamplingParams(max_new_tokens=workload.steps)
-        self.plan: BatchPlan = engine.prepare([prompt] * workload.batch, request).plan
+        self.plan: BatchPlan = plan_of(engine.model.config, engine.sparse, engine.config, workload)
         config, size = engine.model.config, engine.sparse.geometry.block_size
         row = config.num_kv_heads * config.head_dim * engine.model.dtype.itemsize
         scored = (
@@ -245,11 +286,23 @@ class Run:
         self.step_bytes = (2 * (self.plan.selected + 1) * size + scored) * row
         self._pool: tuple[PoolLayer | None, ...] | None = None
         if self.plan.slots:
-            resident, stored = self.plan.resident_layers, engine.config.host_kv_dtype
-            one = HostPool(1, engine.device, dtype=None if stored == "model" else stored)
-            one.store_layer(0, _random_blocks(engine, self.plan, self.plan.num_blocks, seed=1))
-            layers = jax.block_until_ready(one.layers) * (config.num_layers - resident)
-            self._pool = (*(None,) * resident, *layers)
+            self._pool = self._host_pool(config.num_layers, whole_pool)
+
+    def _host_pool(self, layers: int, whole: bool) -> tuple[PoolLayer | None, ...]:
+        """Drawn once for all layers; `whole`: in memory of each layer's own."""
+        engine, plan, stored = self._engine, self.plan, self._engine.config.host_kv_dtype
+        offloaded = layers - plan.resident_layers
+        pinned = offloaded if whole else 1
+        needed = plan.host_kv_bytes // offloaded * pinned
+        memory.check_host_budget(f"the KV of {pinned} layers", needed, None, engine.device)
+        pool = HostPool(pinned, engine.device, dtype=None if stored == "model" else stored)
+        blocks, start = random_blocks(engine, plan, plan.num_blocks, seed=1), time.perf_counter()
+        for index in range(pinned):
+            pool.store_layer(index, blocks)
+        held = jax.block_until_ready(pool.layers)
+        seconds = time.perf_counter() - start
+        self._report(f"{memory.format_bytes(pool.nbytes)} pinned in {seconds:.1f} s")
+        return (*(None,) * plan.resident_layers, *held * (offloaded // pinned))
 
     def __call__(self, hit_rate: float, trace: pathlib.Path | None = None) -> Decoded:
         """Decodes at a hit rate; the first call, which fills the slots, is not timed.
@@ -257,13 +310,15 @@ class Run:
         With `trace` one more call is recorded.
         """
         engine, workload = self._engine, dataclasses.replace(self._workload, hit_rate=hit_rate)
-        state = _state(engine, self.plan, workload)
+        state = random_state(engine, self.plan, workload)
         program = engine.decode_program(self.plan.num_blocks)
         arguments = engine.parameters.arrays, engine.rope, self._pool
         choosers = self._choosers(workload)
         start = time.perf_counter()
-        program.compile(*arguments, state, choosers)
+        compiled = program.compile(*arguments, state, choosers)
         self._report(f"compiled in {time.perf_counter() - start:.1f} s")
+        # XLA says nothing of its memory on some back ends.
+        temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
         times, free, hits, fetched = [], 0, 0, 0
         for call in range(workload.calls + 1):
             start = time.perf_counter()
@@ -279,7 +334,8 @@ class Run:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
                 jax.block_until_ready(program(*arguments, state, choosers))
         moved = fetched * engine.run_bytes / (workload.calls * workload.steps_per_call)
-        return Decoded(times, hits / free, moved)
+        in_use = (engine.device.memory_stats() or {}).get("bytes_in_use", 0)
+        return Decoded(times, hits / free, moved, in_use, temporary)
 
     @functools.cached_property
     def compute_alone(self) -> float:
@@ -295,6 +351,12 @@ class Run:
         shared = engine.put((trace, np.int32(workload.context)))
         return tuple(Traced(each, *shared) for each in engine.choosers)
 
+    @functools.cached_property
+    def _fetch_program(self) -> Program:
+        layers = self._engine.model.config.num_layers - self.plan.resident_layers
+        times = layers * self._workload.steps_per_call
+        return Program(functools.partial(_fetches, times), donate=(1,))
+
     def fetch_alone(self, moved: float) -> float:
         """Milliseconds of a step's copies: `moved` bytes in all, one layer after the other."""
         engine, plan, pool = self._engine, self.plan, self._pool
@@ -305,12 +367,12 @@ class Run:
             return 0.0
         rng = np.random.default_rng(3)
         pairs = plan.batch * engine.model.config.num_kv_heads
-        source = rng.permutation(pairs * plan.num_blocks)[:count].astype(np.int32)
-        target = rng.permutation(pairs * plan.slots)[:count].astype(np.int32)
+        source = rng.permutation(pairs * plan.num_blocks)[: pairs * plan.slots].astype(np.int32)
+        target = rng.permutation(pairs * plan.slots).astype(np.int32)
         lists = engine.put((source, target, np.int32(count)))
-        slots = _random_blocks(engine, plan, plan.slots, seed=4)
+        slots = random_blocks(engine, plan, plan.slots, seed=4)
         steps = self._workload.steps_per_call
-        program = Program(functools.partial(_fetches, layers * steps), donate=(1,))
+        program = self._fetch_program
         slots = program(pool[-1], slots, *lists)
         times = []
         for _ in range(3):
@@ -329,55 +391,3 @@ def _fetches(
         return fetcher.fetch(0, slots, source, target, count)
 
     return jax.lax.fori_loop(0, times, one, slots)
-
-
-def _random_blocks(engine: Engine, plan: BatchPlan, count: int, *, seed: int) -> jax.Array:
-    config, size = engine.model.config, engine.sparse.geometry.block_size
-    shape = (plan.batch, config.num_kv_heads, count, 2, size, config.head_dim)
-    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    return draw(jax.random.key(seed), shape, engine.model.dtype)
-
-
-def _state(engine: Engine, plan: BatchPlan, workload: Workload) -> DecodeState:
-    """As prefill would leave it, but with random keys and values, and slots that are empty."""
-    config, geometry = engine.model.config, engine.sparse.geometry
-    batch, heads, dtype = plan.batch, config.num_kv_heads, engine.model.dtype
-    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-
-    def layer(seed: int) -> SparseCache:
-        offloaded = seed >= plan.resident_layers
-        held = plan.slots if offloaded else plan.num_blocks
-        blocks = _random_blocks(engine, plan, held, seed=seed)
-        empty = jnp.full(blocks.shape[:3], -1, jnp.int32) if offloaded else None
-        partial = None
-        if engine.config.mode == "infinigen" and seed:
-            few = (batch, heads, plan.num_blocks * geometry.block_size, config.head_dim // 4)
-            partial = draw(jax.random.key(3000 + seed), few, dtype)
-        count = int(geometry.num_compressed(plan.num_blocks * geometry.block_size))
-        key = jax.random.key(1000 + seed)
-        runs = jnp.zeros(batch * heads * plan.selected, jnp.int32)
-        misses = None if empty is None else Misses(runs, jnp.array(runs), jnp.zeros((), jnp.int32))
-        return SparseCache(
-            blocks,
-            empty,
-            None if empty is None else jnp.array(empty),  # donated apart
-            misses,
-            _random_blocks(engine, plan, 2, seed=2000 + seed),
-            draw(key, (batch, heads, geometry.kernel_size, config.head_dim), dtype),
-            draw(key, (batch, heads, count, config.head_dim), dtype),
-            partial,
-        )
-
-    requests = [SamplingParams(max_new_tokens=workload.steps)] * batch
-    fields = {
-        "lengths": np.full(batch, workload.context, np.int32),
-        "last_token": np.arange(batch, dtype=np.int32),
-        "active": np.ones(batch, bool),
-        "failed": np.zeros(batch, bool),
-        "remaining": np.full(batch, workload.steps, np.int32),
-    }
-    return DecodeState(
-        sampling=SamplingState(**engine.put(sampling_fields(requests))),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        **engine.put(fields),
-    )

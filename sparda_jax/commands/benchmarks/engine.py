@@ -31,9 +31,11 @@ DECODE_NOTES = (
     "run; decode/dense/256: context grows to 256 tokens; its target is twice the time numpy "
     "needs to sum every weight once, measured alternately in the same run. A shape: random "
     "weights, bfloat16, and random caches, made on the device; the hit rate is a trace's, the "
-    "selection kernels run; one layer's pool serves all layers; tokens a second, median, least "
-    "and most of programs of 32 steps after one that fills the slots; write-back of filled "
-    "blocks between programs is not in it. compute_alone_ms: the same program with a trace that"
+    "selection kernels run; one layer's pool serves all layers, but with --whole-pool; tokens a "
+    "second, median, least and most of programs of 32 steps after one that fills the slots; "
+    "write-back of filled blocks between programs is not in it. in_use_gib: the device's memory "
+    "between two programs; temporary_gib: what one needs besides, as XLA says. GB under a cap: "
+    "1e9, weights included. compute_alone_ms: the same program with a trace that"
     " never misses; fetch_alone_ms: the same copies and nothing else. of_roofline: the larger "
     "of what a step must read of the device's memory over a large copy's rate, and what it "
     "fetches over 53 GB/s, over the step. Compile time is excluded everywhere."
@@ -85,7 +87,12 @@ def _decode_shape(arguments: argparse.Namespace) -> Iterator[Row]:
         workloads,
         arguments.modes,
         prefix=f"decode/{arguments.model}",
-        device_kv_bytes=int(arguments.device_kv_gb * 2**30),
+        limits=offload_benchmark.Memory(
+            int(arguments.device_kv_gb * 2**30),
+            arguments.hbm_gb,
+            int(arguments.host_kv_gb * 2**30),
+            arguments.whole_pool,
+        ),
         trace=arguments.trace,
         report=progress,
     )
@@ -200,13 +207,31 @@ def _add_decode(commands: Commands, results: argparse.ArgumentParser) -> None:
         "--modes",
         nargs="+",
         default=["sparse_offload", "sparda_no_prefetch", "sparda"],
-        help="preset: names in sparda_jax.evaluation.offload_benchmark.MODES",
+        help="preset: names in sparda_jax.evaluation.decode_modes.MODES",
     )
     command.add_argument(
-        "--trace", type=pathlib.Path, help="preset: folder for a timeline (Perfetto JSON) of a call"
+        "--trace",
+        type=pathlib.Path,
+        help="preset: folder for a timeline (Perfetto JSON) of a call of the first row",
     )
     command.add_argument(
         "--device-kv-gb", type=float, default=8.0, help="preset: GiB of KV in sparda_placed"
+    )
+    command.add_argument(
+        "--hbm-gb",
+        type=float,
+        nargs="*",
+        default=[],
+        help="preset: GB (1e9) of device memory, weights included; each mode's largest batch under "
+        "each, in place of --batch",
+    )
+    command.add_argument(
+        "--host-kv-gb", type=float, default=110.0, help="preset: GiB of host KV under --hbm-gb"
+    )
+    command.add_argument(
+        "--whole-pool",
+        action="store_true",
+        help="preset: pin host memory for every layer, not for one that stands for all",
     )
     command.set_defaults(run=_decode)
 

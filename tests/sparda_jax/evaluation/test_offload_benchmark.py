@@ -1,11 +1,14 @@
 """The trace decides the traffic: it must have the hit rate that it states."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.evaluation import offload_benchmark
+from sparda_jax.evaluation.decode_modes import engine_config, largest_batch, plan_of
 from sparda_jax.evaluation.decode_traces import Workload, make_trace
 
 SPARSE = SparseConfig(BlockGeometry(32, 16, 8), local_blocks=2, budget_blocks=14)
@@ -54,10 +57,10 @@ def test_the_engine_meets_the_hit_rate():
     modes = ["sparda_placed", "sparda_int8", "dense_resident"]
     found, kept = {}, 260_000
     for row in offload_benchmark.rows(
-        MODEL, SPARSE, [workload], modes, prefix="x", device_kv_bytes=kept
+        MODEL, SPARSE, [workload], modes, prefix="x", limits=offload_benchmark.Memory(kept)
     ):
         assert row.unit == "tok/s" and row.timing.median > 0
-        found[row.name.removeprefix("x/1K/B2/hit0.8/")] = row.details
+        found[row.name.removeprefix("x/1K/B2/").removeprefix("hit0.8/")] = row.details
     assert list(found) == modes
     for mode, details in found.items():
         resident = mode == "dense_resident"
@@ -75,5 +78,22 @@ def test_the_engine_meets_the_hit_rate():
 
 
 def test_a_context_without_room_is_refused():
+    limits = offload_benchmark.Memory()
+    short = [Workload(256, 1, 0.9)]
     with pytest.raises(ValueError, match="256 tokens is too short"):
-        next(offload_benchmark.rows(MODEL, SPARSE, [Workload(256, 1, 0.9)], ["sparda"], prefix="x"))
+        next(offload_benchmark.rows(MODEL, SPARSE, short, ["sparda"], prefix="x", limits=limits))
+
+
+@pytest.mark.parametrize("mode", ["sparse_resident", "sparda", "sparda_placed"])
+def test_the_largest_batch_fits_and_one_more_does_not(mode):
+    workload, device, host = Workload(1024, 1, 0.9), 2_000_000, 4_000_000
+
+    def fits(batch):
+        one = dataclasses.replace(workload, batch=batch)
+        plan = plan_of(MODEL, SPARSE, engine_config(one, mode, device), one)
+        return plan.device_kv_bytes <= device and plan.host_kv_bytes <= host
+
+    batch = largest_batch(MODEL, SPARSE, workload, mode, device, host)
+    assert fits(batch) and not fits(batch + 1)
+    with pytest.raises(ValueError, match="no sequence of 1024 tokens fits in 9.8 KiB"):
+        largest_batch(MODEL, SPARSE, workload, mode, 10_000, host)
