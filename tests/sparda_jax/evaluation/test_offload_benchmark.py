@@ -95,5 +95,5 @@ def test_the_largest_batch_fits_and_one_more_does_not(mode):
 
     batch = largest_batch(MODEL, SPARSE, workload, mode, device, host)
     assert fits(batch) and not fits(batch + 1)
-    with pytest.raises(ValueError, match="no sequence of 1024 tokens fits in 9.8 KiB"):
+    with pytest.raises(ValueError, match=r"no sequence of 1024 tokens fits in 9\.8 KiB"):
         largest_batch(MODEL, SPARSE, workload, mode, 10_000, host)
