@@ -167,6 +167,12 @@ def grouped_matmul(
     """
     if not _kernel_serves(x, kernel):
         return lax.ragged_dot(x, kernel, counts)
+    return _by_kernel(x, kernel, counts)
+
+
+# One jit, so that a program with many layers lowers the kernel once for each shape.
+@jax.jit
+def _by_kernel(x: Array, kernel: Array, counts: Array) -> Array:
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     out: Array = ragged_dot(
