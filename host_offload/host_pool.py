@@ -1,6 +1,7 @@
 """The pool of KV blocks in pinned host memory, one array a layer."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from host_offload import memory
-from host_offload.quantise import dequantise, quantise
+from host_offload.quantise import quantise
 from pallas_kernels import block_fetch
 
 
@@ -36,58 +37,43 @@ class PoolLayer:
     scales: Float32[Array, "B K M 2"] | None = None
 
 
-def _stored(
+def stored(
     kv: Float[Array, "*runs 2 P H"], pool: PoolLayer
 ) -> tuple[Num[Array, "*runs 2 P H"], Float32[Array, "*runs 2"] | None]:
     """Blocks as the pool keeps them."""
     return (kv, None) if pool.scales is None else quantise(kv, pool.values.dtype)
 
 
-def _write_back(
-    pool: PoolLayer, tail: Float[Array, "B K 2 2 P H"], targets: Int[Array, " B"]
+def write_runs(
+    pool: PoolLayer, blocks: Float[Array, "A 2 P H"], runs: Int[Array, " A"]
 ) -> PoolLayer:
-    batch, heads, blocks = pool.values.shape[:3]
-    ring = (targets % 2)[:, None, None, None, None, None]
-    filled = jnp.take_along_axis(tail, ring, axis=2)[:, :, 0]
-    filled, new_scales = _stored(filled.reshape(batch * heads, *filled.shape[2:]), pool)
-    runs = tail_block_runs(targets, heads, blocks)
-    flat = block_fetch.write_blocks(
-        pool.values.reshape(batch * heads * blocks, *pool.values.shape[3:]), filled, runs
-    )
+    """The layer with ``blocks[i]`` in run ``runs[i]``, -1 for none; in place where donated."""
+    blocks, new_scales = stored(blocks, pool)
+    count = math.prod(pool.values.shape[:3])
+    flat = pool.values.reshape(count, *pool.values.shape[3:])
+    values = block_fetch.write_blocks(flat, blocks, runs).reshape(pool.values.shape)
     scales = pool.scales
     if scales is not None:
         # An index past the end is dropped.
-        kept = jnp.where(runs < 0, batch * heads * blocks, runs)
+        kept = jnp.where(runs < 0, count, runs)
         scales = scales.reshape(-1, 2).at[kept].set(new_scales, mode="drop").reshape(scales.shape)
-    return PoolLayer(flat.reshape(pool.values.shape), scales)
-
-
-def _write_row(
-    pool: PoolLayer,
-    kv: Float[Array, "1 K Q 2 P H"],
-    row: Int[Array, ""],
-    block: Int[Array, ""],
-) -> PoolLayer:
-    values, scales = _stored(kv, pool)
-    values = jax.device_put(values, jax.memory.Space.Host)
-    values = jax.lax.dynamic_update_slice(pool.values, values, (row, 0, block, 0, 0, 0))
-    if pool.scales is not None and scales is not None:
-        scales = jax.lax.dynamic_update_slice(pool.scales, scales, (row, 0, block, 0))
     return PoolLayer(values, scales)
 
 
-def _read_row(
-    pool: PoolLayer, row: Int[Array, ""], blocks: int, dtype: str
-) -> Float[Array, "1 K Q 2 P H"]:
-    shape = pool.values.shape
-    part = jax.lax.dynamic_slice(
-        pool.values, (row, 0, 0, 0, 0, 0), (1, shape[1], blocks, *shape[3:])
-    )
-    part = jax.device_put(part, jax.memory.Space.Device)
-    if pool.scales is None:
-        return part
-    scales = jax.lax.dynamic_slice(pool.scales, (row, 0, 0, 0), (1, shape[1], blocks, 2))
-    return dequantise(part, scales, dtype)
+def filled_blocks(
+    tail: Float[Array, "B K 2 2 P H"], targets: Int[Array, " B"]
+) -> Float[Array, "BK 2 P H"]:
+    """Block ``targets[b]`` of every (sequence, KV head), from the tail ring."""
+    ring = (targets % 2)[:, None, None, None, None, None]
+    filled = jnp.take_along_axis(tail, ring, axis=2)[:, :, 0]
+    return filled.reshape(-1, *filled.shape[2:])
+
+
+def _write_back(
+    pool: PoolLayer, tail: Float[Array, "B K 2 2 P H"], targets: Int[Array, " B"]
+) -> PoolLayer:
+    runs = tail_block_runs(targets, *pool.values.shape[1:3])
+    return write_runs(pool, filled_blocks(tail, targets), runs)
 
 
 class HostPool:
@@ -111,12 +97,8 @@ class HostPool:
         self._layers: list[PoolLayer | None] = [None] * num_layers
         self._host = memory.host_sharding(device)
         place = memory.device_sharding(device)
-        self._compute_dtype = ""
         places: Any = PoolLayer(self._host, None if dtype is None else place)  # type: ignore[arg-type]
-        put: dict[str, Any] = {"donate_argnums": 0, "out_shardings": places}
-        self._write_back = jax.jit(_write_back, **put)
-        self._write_row = jax.jit(_write_row, **put)
-        self._read_row = jax.jit(_read_row, static_argnums=(2, 3), out_shardings=place)
+        self._write_back = jax.jit(_write_back, donate_argnums=0, out_shardings=places)
         self._quantise = jax.jit(quantise, static_argnums=1)
 
     @property
@@ -153,37 +135,10 @@ class HostPool:
         On a GPU the copy engine works behind the compute that was dispatched after it, so a
         prefill that goes layer by layer hides it.
         """
-        scales, self._compute_dtype = None, kv.dtype.name
+        scales = None
         if self._dtype is not None:
             kv, scales = self._quantise(kv, self._dtype)
         self._layers[index] = PoolLayer(jax.device_put(kv, self._host), scales)
-
-    def write_row(
-        self,
-        index: int,
-        kv: Float[Array, "1 K Q 2 P H"],
-        row: Int[Array, ""],
-        block: Int[Array, ""],
-    ) -> None:
-        """Writes consecutive blocks of one sequence of one layer, in place.
-
-        Args:
-          index: layer.
-          kv: the blocks, on the device.
-          row: sequence.
-          block: first block; `block + Q <= M`, or the blocks land before it.
-        """
-        self._layers[index] = self._write_row(self._layer(index), kv, row, block)
-
-    def read_row(self, index: int, row: Int[Array, ""], blocks: int) -> Float[Array, "1 K Q 2 P H"]:
-        """The first blocks of one sequence of one layer, copied to the device.
-
-        Args:
-          index: layer.
-          row: sequence.
-          blocks: Q, how many; a program is compiled for each number.
-        """
-        return self._read_row(self._layer(index), row, blocks, self._compute_dtype)
 
     def write_back(
         self, tails: tuple[Float[Array, "B K 2 2 P H"], ...], targets: Int[Array, " B"]

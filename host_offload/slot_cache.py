@@ -87,7 +87,11 @@ def _rank(flags: Bool[Array, "B K A"], key: Int32[Array, "B K A"] | None) -> Int
 
 
 def compact_misses(
-    plan: SlotPlan, wanted: Int32[Array, "B K R"], *, num_blocks: int
+    plan: SlotPlan,
+    wanted: Int32[Array, "B K R"],
+    *,
+    num_blocks: int,
+    pages: Int32[Array, "B M"] | None = None,
 ) -> tuple[Int32[Array, " A"], Int32[Array, " A"], Int32[Array, ""]]:
     """The misses as a list of copies for ``pallas_kernels.block_fetch.fetch_blocks``.
 
@@ -98,6 +102,7 @@ def compact_misses(
         plan: from ``assign_slots``.
         wanted: the same as there.
         num_blocks: M, blocks per sequence and KV head in the pool.
+        pages: of a pool of pages, the one that each block is in: run ``pages[b, block]*K + k``.
 
     Returns:
         source, target (A = B*K*R entries, 0 after the misses), and the number of misses.
@@ -105,7 +110,11 @@ def compact_misses(
     b, k, r = wanted.shape
     pair = lax.broadcasted_iota(jnp.int32, (b * k, r), 0)
     miss = plan.miss.reshape(b * k, r)
-    source = pair * num_blocks + wanted.reshape(b * k, r)
+    if pages is None:
+        source = pair * num_blocks + wanted.reshape(b * k, r)
+    else:
+        page = jnp.take_along_axis(pages[:, None], jnp.maximum(wanted, 0), axis=2)
+        source = page.reshape(b * k, r) * k + pair % k
     target = pair * plan.slot_blocks.shape[2] + plan.slot_ids.reshape(b * k, r)
     counts = miss.sum(axis=1, dtype=jnp.int32)
     # Place in the list: by comparisons, since on a GPU a sort is a dozen kernels, and splits the

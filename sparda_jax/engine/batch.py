@@ -145,7 +145,7 @@ class Batch:
         arrays, rope, num_blocks = engine.parameters.arrays, engine.rope, self.plan.num_blocks
         if pool is not None:
             # Compiles the write-back, which is first needed some tokens later; writes nothing.
-            pool.write_back(self._tails(), engine.put(np.full(self.plan.batch, -1, np.int32)))
+            self.store_tails(np.full(self.plan.batch, -1, np.int32))
         if pool is not None and engine.config.fetch == "eager":
             fetcher = EagerFetcher(pool, engine.device)
             return lambda state: eager_step(
@@ -164,8 +164,14 @@ class Batch:
         program.compile(arrays, rope, pool and pool.layers, self.state, engine.choosers)
         return lambda state: program(arrays, rope, pool and pool.layers, state, engine.choosers)
 
-    def _tails(self) -> tuple[jax.Array, ...]:
+    def tails(self) -> tuple[jax.Array, ...]:
+        """The tail rings of all layers."""
         return tuple(cache.tail for cache in self.state.layers if isinstance(cache, SparseCache))
+
+    def store_tails(self, targets: np.ndarray) -> None:
+        """Writes one block of some rows from the tail rings to the pool; targets: -1: none."""
+        assert self.pool is not None
+        self.pool.write_back(self.tails(), self._engine.put(targets))
 
     def _write_back(self, lengths: np.ndarray) -> None:
         """Writes the tail blocks that filled between ``self.lengths`` and ``lengths``."""
@@ -173,7 +179,7 @@ class Batch:
         filled = lengths // size > self.lengths // size
         if self.pool is not None and np.any(filled):
             targets = np.where(filled, lengths // size - 1, -1).astype(np.int32)
-            self.pool.write_back(self._tails(), engine.put(targets))
+            self.store_tails(targets)
             layers = len(engine.layers) - self.plan.resident_layers
             heads = engine.model.config.num_kv_heads
             self.report.written_back_runs += int(np.sum(filled)) * heads * layers

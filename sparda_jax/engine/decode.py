@@ -31,7 +31,7 @@ from sparda_jax.models.rope import RopeTable, rope_rows
 def begin_step(model: Decoder, rope: RopeTable, state: DecodeState) -> tuple[Array, Step]:
     """Embeds the newest tokens; returns ``[B, 1, D]`` and what the layers need."""
     cos, sin = rope_rows(rope, state.lengths[:, None])
-    step = Step(position=state.lengths, active=state.active, cos=cos, sin=sin)
+    step = Step(state.lengths, state.active, cos, sin, state.pages)
     return model.embed(state.last_token[:, None]), step
 
 

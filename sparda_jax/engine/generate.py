@@ -28,6 +28,8 @@ from sparda_jax.engine.plan import BatchPlan, check_memory, check_settings, plan
 from sparda_jax.engine.programs import Program, Programs
 from sparda_jax.engine.prompts import Progress, PromptRun
 from sparda_jax.engine.report import FinishReason, Report, RequestResult
+from sparda_jax.engine.rows import Rows
+from sparda_jax.engine.service import SchedulerConfig
 from sparda_jax.engine.state import (
     DecodeState,
     LayerCache,
@@ -180,6 +182,21 @@ class Engine:
         if self.mesh is not None:
             return spmd.place(self.mesh, tree, spmd.ROWS)
         return jax.device_put(tree, memory.device_sharding(self.device))
+
+    def places(self, config: SchedulerConfig) -> Rows:
+        """Rows for requests that come and go; for `Scheduler`.
+
+        Raises:
+          ValueError: rows that do not fit in memory, or more tokens than the engine's limit.
+          NotImplementedError: several devices; a model with importance biases (NOSA).
+        """
+        if self.mesh is not None or self.model.config.kv_importance:
+            what = "a model with importance biases" if self.mesh is None else "several devices"
+            raise NotImplementedError(f"the scheduler does not serve {what}")
+        limit = self.config.max_length or self.model.config.max_position_embeddings
+        length = config.length(limit)
+        reuse = config.prefix_reuse
+        return Rows(self, config.rows, length, stop_width=config.stop_tokens, reuse=reuse)
 
     def prepare(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]

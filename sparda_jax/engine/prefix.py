@@ -57,6 +57,10 @@ class PrefixIndex:
         """Blocks held by all rows."""
         return sum(map(len, self._held.values()))
 
+    def blocks(self, row: int) -> int:
+        """Blocks held by one row."""
+        return len(self._held.get(row, ()))
+
     def _hashes(self, tokens: Sequence[int], prompt: int) -> list[bytes]:
         """Hash of each prefix of whole blocks."""
         dense = b"d" if prompt < self._dense_len else b"s"

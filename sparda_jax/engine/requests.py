@@ -147,6 +147,7 @@ class Handle:
       id: counts up from 0.
       prompt: token ids.
       params: how to sample.
+      denoise: how blocks are denoised, for a model of block diffusion.
       phase: how far it is.
       timing: when it got there.
       cached_tokens: prompt tokens whose KV was known.
@@ -159,11 +160,13 @@ class Handle:
         number: int,
         prompt: Sequence[int],
         params: SamplingParams,
+        denoise: object,
         text: StopStrings | None,
         on_piece: OnPiece | None,
         on_end: OnEnd | None,
     ):
         self.id, self.prompt, self.params = number, tuple(prompt), params
+        self.denoise = denoise
         self.phase: Phase = "queued"
         self.timing = Timing(submitted=time.perf_counter())
         self.cached_tokens = 0
@@ -180,6 +183,11 @@ class Handle:
     def tokens(self) -> list[int]:
         """Drawn so far."""
         return list(self._tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of prompt and answer together."""
+        return len(self.prompt) + self.params.max_new_tokens
 
     def cancel(self) -> None:
         """Ends the request before its next token; from any thread, any number of times."""

@@ -4,132 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from host_offload import memory
-from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
+from host_offload.paged_pool import PagedPool
+from sparda_jax.config import SamplingParams
 from sparda_jax.engine import prefill
 from sparda_jax.engine.batch import Batch, Gain
-from sparda_jax.engine.plan import BatchPlan, plan_sizes
+from sparda_jax.engine.capacity import check_rows, pool_pages
+from sparda_jax.engine.holdings import Holdings, Place
+from sparda_jax.engine.pages import Pages
+from sparda_jax.engine.places import Admission
+from sparda_jax.engine.plan import BatchPlan, check_request, plan_sizes
 from sparda_jax.engine.report import Report
+from sparda_jax.engine.row_state import empty_layer, insert_row, read_blocks, read_tokens
 from sparda_jax.engine.state import (
     DecodeState,
     DenseCache,
-    LayerCache,
     SamplingState,
     SparseCache,
     sampling_fields,
 )
-from sparda_jax.engine.units import LayerKV, LayerRow, Prompt, capacities, run_prompt
+from sparda_jax.engine.units import LayerKV, Prompt, capacities, run_prompt
+from sparda_jax.validation import require
 
 if TYPE_CHECKING:
     from sparda_jax.engine.generate import Engine
-
-
-def empty_layer(
-    *,
-    model: ModelConfig,
-    sparse: SparseConfig,
-    dense: bool,
-    plan: BatchPlan,
-    partial: int,
-    dtype: jnp.dtype,
-) -> LayerCache:
-    """One layer's cache of rows that hold nothing.
-
-    Args:
-      model: shape of the model.
-      sparse: selection rules.
-      dense: for dense attention.
-      plan: sizes of the batch.
-      partial: channels of InfiniGen's keys in this layer; 0: none.
-      dtype: of the KV.
-    """
-    heads, width, size = model.num_kv_heads, model.head_dim, sparse.geometry.block_size
-    length = plan.num_blocks * size
-    if dense:
-        shape = (plan.batch, length, heads, width)
-        return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-    lead = (plan.batch, heads)
-    block = (2, size, width)
-    blocks, slot_blocks, last_used, misses = prefill.empty_slots(
-        shape=(*lead, plan.slots or plan.num_blocks, *block), dtype=dtype, selected=plan.selected
-    )
-    return SparseCache(
-        blocks=blocks,
-        slot_blocks=slot_blocks if plan.slots else None,
-        last_used=last_used if plan.slots else None,
-        misses=misses if plan.slots else None,
-        tail=jnp.zeros((*lead, 2, *block), dtype),
-        window=jnp.zeros((*lead, sparse.geometry.kernel_size, width), dtype),
-        compressed=jnp.zeros((*lead, sparse.geometry.num_compressed(length), width), dtype),
-        partial=jnp.zeros((*lead, length, partial), dtype) if partial else None,
-    )
-
-
-def _put(rows: Array, one: Array, row: Array) -> Array:
-    """`one[0]` in place of the first elements of `rows[row]`."""
-    return jax.lax.dynamic_update_slice(rows, one, (row, *(0,) * (rows.ndim - 1)))
-
-
-def _insert_layer(cache: LayerCache, new: LayerRow, row: Array) -> LayerCache:
-    if isinstance(cache, DenseCache):
-        assert isinstance(new, DenseCache)
-        return DenseCache(_put(cache.k, new.k, row), _put(cache.v, new.v, row))
-    assert not isinstance(new, DenseCache)
-    names = ["tail", "window", "compressed"]
-    names += ["blocks"] if new.blocks is not None else []
-    names += ["partial"] if new.partial is not None else []
-    fields: dict[str, Any] = {
-        name: _put(getattr(cache, name), getattr(new, name), row) for name in names
-    }
-    if cache.slot_blocks is not None:
-        # Whatever the row's slots hold is the last request's.
-        none = jnp.full((1, *cache.slot_blocks.shape[1:]), -1, jnp.int32)
-        assert cache.last_used is not None
-        fields["slot_blocks"] = _put(cache.slot_blocks, none, row)
-        fields["last_used"] = _put(cache.last_used, none, row)
-    return dataclasses.replace(cache, **fields)
-
-
-def insert_row(
-    state: DecodeState, one: DecodeState, layers: tuple[LayerRow, ...], row: Int[Array, ""]
-) -> DecodeState:
-    """The state with a prefilled request in one row; the other rows stay as they are.
-
-    Args:
-      state: of all rows; donate it.
-      one: of batch 1, without caches.
-      layers: its caches, no longer than those of the state.
-      row: where it goes.
-    """
-    put = functools.partial(_put, row=row)
-    rest = jax.tree.map(put, dataclasses.replace(state, layers=()), one)
-    caches = (
-        _insert_layer(cache, new, row) for cache, new in zip(state.layers, layers, strict=True)
-    )
-    return dataclasses.replace(rest, layers=tuple(caches))
-
-
-def read_blocks(
-    blocks: Float[Array, "B K M 2 P H"], row: Int[Array, ""], *, count: int
-) -> Float[Array, "1 K Q 2 P H"]:
-    """The first blocks of one row."""
-    size = (1, blocks.shape[1], count, *blocks.shape[3:])
-    return jax.lax.dynamic_slice(blocks, (row, 0, 0, 0, 0, 0), size)
-
-
-def read_tokens(cache: DenseCache, row: Int[Array, ""], *, count: int) -> DenseCache:
-    """The first keys and values of one row, for dense attention."""
-    size = (1, count, *cache.k.shape[2:])
-    read = functools.partial(jax.lax.dynamic_slice, start_indices=(row, 0, 0, 0), slice_sizes=size)
-    return DenseCache(read(cache.k), read(cache.v))
 
 
 class Rows(Batch):
@@ -141,24 +45,35 @@ class Rows(Batch):
     Attributes:
       max_length: tokens that a prompt and its answer may have together.
       chunk: tokens of a prefill chunk, whole blocks.
+      pages: of the host pool; None where the KV is resident.
 
     Raises:
       ValueError: rows that do not fit in memory; says how many would.
     """
 
-    def __init__(self, engine: Engine, batch: int, max_length: int, *, stop_width: int = 8):
+    def __init__(
+        self,
+        engine: Engine,
+        batch: int,
+        max_length: int,
+        *,
+        stop_width: int = 8,
+        reuse: bool = True,
+    ):
         size = engine.sparse.geometry.block_size
         self._engine, self._stop_width = engine, stop_width
         self.max_length = max_length
         self.chunk = -(-min(engine.config.prefill_chunk, max_length) // size) * size
         self._capacities = capacities(self.chunk, max_length)
-        plan = self._plan(batch)
-        check_rows(plan, self._plan(1), engine.config, engine.device)
-        state, pool = self._empty_state(plan), None
+        plan, one = self._plan(batch), self._plan(1)
+        check_rows(plan, one, engine.config, engine.device)
+        self.pages: Pages | None = None
         if plan.slots:
-            pool = engine.host_pool(plan)
-            for index in range(plan.resident_layers, len(engine.layers)):
-                pool.store_layer(index, self._empty_blocks(plan))
+            count = pool_pages(plan, one, engine.config, engine.device)
+            self.pages = Pages(count, batch, plan.num_blocks)
+        self.holdings = Holdings(engine, batch, self.chunk, self.pages, reuse)
+        state, self._pool = self._empty_state(plan), self._empty_pool(plan)
+        pool = self._pool
         scales = 0 if pool is None else pool.scale_bytes
         report = Report(
             device_kv_bytes=memory.tree_bytes(state.layers) + scales,
@@ -184,7 +99,7 @@ class Rows(Batch):
     def _empty_state(self, plan: BatchPlan) -> DecodeState:
         engine, batch = self._engine, plan.batch
         nobody = [SamplingParams(max_new_tokens=1)] * batch
-        fields = {
+        fields: dict[str, Any] = {
             "lengths": np.zeros(batch, np.int32),
             "last_token": np.zeros(batch, np.int32),
             "active": np.zeros(batch, bool),
@@ -203,38 +118,115 @@ class Rows(Batch):
                 dtype=engine.model.dtype,
             )
             layers.append(make())
+        if self.pages is not None:
+            fields["pages"] = self.pages.of(range(batch))
         sampling = SamplingState(**engine.put(sampling_fields(nobody, width=self._stop_width)))
         return DecodeState(sampling=sampling, layers=tuple(layers), **engine.put(fields))
 
-    def _empty_blocks(self, plan: BatchPlan) -> jax.Array:
+    def _empty_pool(self, plan: BatchPlan) -> PagedPool | None:
+        if self.pages is None:
+            return None
         engine = self._engine
-        config, size = engine.model.config, engine.sparse.geometry.block_size
-        shape = (plan.batch, config.num_kv_heads, plan.num_blocks, 2, size, config.head_dim)
-        make = engine.programs.plain(jnp.zeros, shape=shape, dtype=engine.model.dtype)
-        blocks: jax.Array = make()
-        return blocks
+        model, stored = engine.model.config, engine.config.host_kv_dtype
+        return PagedPool(
+            len(engine.layers),
+            engine.device,
+            pages=self.pages.count,
+            block=(model.num_kv_heads, engine.sparse.geometry.block_size, model.head_dim),
+            compute_dtype=engine.model.dtype,
+            resident=plan.resident_layers,
+            dtype=None if stored == "model" else stored,
+        )
+
+    def store_tails(self, targets: np.ndarray) -> None:
+        """See `Batch`."""
+        assert self.pages is not None and self._pool is not None
+        own = np.take_along_axis(self.pages.table, np.maximum(targets, 0)[:, None], axis=1)[:, 0]
+        pages = np.where(targets < 0, -1, own)
+        self._pool.write_back_pages(self.tails(), *self._engine.put((targets, pages)))
 
     def capacity(self, length: int) -> int:
         """Tokens of the bucket that a prompt of `length` tokens is prefilled in."""
         return next(size for size in self._capacities if size >= length)
 
-    def prefill(
-        self,
-        row: int,
-        tokens: Sequence[int],
-        request: SamplingParams,
-        *,
-        known: int = 0,
-        source: int | None = None,
-    ) -> Generator[jax.Array, None, Gain]:
-        """Runs a prompt and puts the request into a row, which decodes from then on.
+    @property
+    def free(self) -> int:
+        """Rows that no request has."""
+        return self.holdings.free
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of each layer that there are for all requests."""
+        whole = self.plan.batch * self.plan.num_blocks
+        return whole if self.pages is None else self.pages.count
+
+    def blocks_used(self, running: Mapping[int, int]) -> int:
+        """KV blocks of running requests, in each layer; shared ones count once.
 
         Args:
-          row: idle; its blocks are overwritten from the first unit on.
-          tokens: the prompt.
-          request: how to sample.
-          known: leading tokens of the prompt whose KV `source` holds, whole chunks.
-          source: a row, this one or another; None: `known` is 0.
+          running: tokens of prompt and answer that each row's request may have.
+        """
+        if self.pages is not None:
+            return self.pages.used(list(running))
+        return sum(map(self.holdings.blocks, running.values()))
+
+    def check(self, prompt: Sequence[int], params: SamplingParams, rule: None) -> None:
+        """Raises ValueError for a request that can never run; names what it needs."""
+        engine = self._engine
+        require(rule is None, "denoising settings are for models of block diffusion")
+        check_request("the prompt", prompt, params, engine.model.config, self.max_length)
+        most, stops = self._stop_width, len(params.stop_token_ids)
+        require(stops <= most, f"{stops} stop tokens, at most {most} are possible")
+        top, likely = engine.config.top_logprobs, params.logprobs or 0
+        require(likely <= top, f"{likely} likeliest tokens asked for, at most {top} are reported")
+
+    def admit(self, prompt: Sequence[int], params: SamplingParams, rule: None) -> Admission | None:
+        """Gives a request a row and begins its prefill; None: it has to wait.
+
+        Args:
+          prompt: the prompt.
+          params: how to sample.
+          rule: None.
+        """
+        place = self.holdings.find(prompt, len(prompt) + params.max_new_tokens)
+        if place is None:
+            return None
+        return Admission(place.row, place.known, self._prefill(place, prompt, params))
+
+    def remember(self, row: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """What a row has computed so far is there for prompts that begin alike."""
+        size = self._engine.sparse.geometry.block_size
+        # The block being written is not with the others yet, and what failed may not be finite.
+        cached = 0 if self.failed[row] else int(self.lengths[row] - 1) // size * size
+        self.holdings.remember(row, prompt, answer, cached)
+
+    def leave(self, row: int) -> None:
+        """A row's request has ended."""
+        if self.active[row]:
+            self.stop(row)
+        self.holdings.leave(row)
+
+    def failure(self, row: int) -> str | None:
+        """Why a row's request failed; None: it did not."""
+        return "the model's logits were not finite" if self.failed[row] else None
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.plan.batch
+
+    @property
+    def compilations(self) -> tuple[int, float]:
+        """Programs compiled so far, and seconds that it took."""
+        return self._engine.programs.compilations, self._engine.programs.compile_seconds
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _prefill(
+        self, place: Place, tokens: Sequence[int], request: SamplingParams
+    ) -> Generator[jax.Array, None, Gain]:
+        """Runs a prompt and puts the request into its row, which decodes from then on.
 
         Yields:
           After each unit of work an array to wait for.
@@ -242,13 +234,15 @@ class Rows(Batch):
         Returns:
           The first token, or none if its logits were not finite.
         """
+        row, known, source = place.row, place.known, place.source
         engine = self._engine
         capacity = self.capacity(len(tokens))
         at = engine.put(np.int32(row))
         past = None
         if source is not None:
-            past = functools.partial(self._read, engine.put(np.int32(source)), capacity)
-        prompt = Prompt(tokens, known, past, capacity, functools.partial(self._store, at))
+            past = functools.partial(self._read, row, source, self.holdings.blocks(known), capacity)
+        store = self._storing(row, known, len(tokens), capacity)
+        prompt = Prompt(tokens, known, past, capacity, store)
         x, lengths, layers = yield from run_prompt(engine, prompt, self.chunk)
         fields = {
             "last_token": np.zeros(1, np.int32),
@@ -256,6 +250,8 @@ class Rows(Batch):
             "failed": np.zeros(1, bool),
             "remaining": np.array([request.max_new_tokens], np.int32),
         }
+        if self.pages is not None:
+            fields["pages"] = self.pages.of([row])
         fields = engine.put(fields)
         sampling = SamplingState(**engine.put(sampling_fields([request], width=self._stop_width)))
         one = DecodeState(lengths=lengths, sampling=sampling, layers=(), **fields)
@@ -273,62 +269,46 @@ class Rows(Batch):
         # As the outputs of a call of one step.
         return self.gain(row, *jax.tree.map(lambda leaf: leaf[None], drawn), column=0)
 
-    def _read(self, row: jax.Array, capacity: int, index: int) -> LayerKV:
-        """KV of a layer of a row, from wherever it is."""
-        cache, plain = self.state.layers[index], self._engine.programs.plain
-        count = capacity // self._engine.sparse.geometry.block_size
+    def _read(self, row: int, source: int, known: int, capacity: int, index: int) -> LayerKV:
+        """The first blocks of a layer of a row, from wherever they are.
+
+        Args:
+          row: whose pages they are in.
+          source: the row of the device's caches that they are in, where they are there.
+          known: how many blocks.
+          capacity: tokens of the result.
+          index: layer.
+        """
+        cache, engine = self.state.layers[index], self._engine
+        plain, count = engine.programs.plain, self.holdings.blocks(capacity)
+        if isinstance(cache, SparseCache) and cache.slot_blocks is not None:
+            assert self.pages is not None and self._pool is not None
+            pages = engine.put((self.pages.of([row])[0, :count], np.int32(known)))
+            return self._pool.read_pages(index, *pages)
+        at = engine.put(np.int32(source))
         kv: LayerKV
         if isinstance(cache, DenseCache):
-            kv = plain(read_tokens, count=capacity)(cache, row)
-        elif cache.slot_blocks is None:
-            kv = plain(read_blocks, count=count)(cache.blocks, row)
+            kv = plain(read_tokens, count=capacity)(cache, at)
         else:
-            assert self.pool is not None
-            kv = self.pool.read_row(index, row, count)
+            kv = plain(read_blocks, count=count)(cache.blocks, at)
         return kv
 
-    def _store(self, row: jax.Array, index: int, kv: jax.Array) -> bool:
-        """Writes a prompt's blocks of a layer to the host pool, if that layer is there."""
-        cache = self.state.layers[index]
-        if self.pool is None or not isinstance(cache, SparseCache) or cache.slot_blocks is None:
-            return False
-        self.pool.write_row(index, kv, row, self._engine.put(np.int32(0)))
-        return True
+    def _storing(
+        self, row: int, known: int, length: int, capacity: int
+    ) -> Callable[[int, jax.Array], bool]:
+        """Writes a prompt's blocks but the known ones to the pool, in layers that are there."""
+        if self.pages is None:
+            return lambda index, kv: False
+        first, last, count = map(self.holdings.blocks, (known, length, capacity))
+        number = np.arange(count)
+        needed = (number >= first) & (number < last)
+        pages = self._engine.put(np.where(needed, self.pages.table[row, :count], -1))
 
+        def store(index: int, kv: jax.Array) -> bool:
+            if index < self.plan.resident_layers:
+                return False
+            assert self._pool is not None
+            self._pool.write_pages(index, kv, pages)
+            return True
 
-def check_rows(plan: BatchPlan, one: BatchPlan, config: EngineConfig, device: jax.Device) -> None:
-    """Raises if the rows do not fit; says how many would.
-
-    Args:
-      plan: of all rows.
-      one: of one row; its prefill is that of any, since prompts run one at a time.
-      config: limits.
-      device: where.
-
-    Raises:
-      ValueError: naming what is needed, what there is and what would fit.
-    """
-    # Resident, a prompt's KV exists twice while it goes into its row.
-    prompt = one.prefill_bytes + (0 if plan.slots else one.full_kv_bytes)
-    what = f"{plan.batch} rows of {plan.num_blocks} blocks"
-    checks = [
-        (memory.check_device_budget, "device", one.device_kv_bytes, 0, config.device_kv_bytes),
-        (memory.check_device_budget, "device, with prefill,", one.device_kv_bytes, prompt, None),
-    ]
-    if plan.host_kv_bytes:
-        checks.append(
-            (memory.check_host_budget, "host", one.host_kv_bytes, 0, config.host_kv_bytes)
-        )
-    for check, place, each, besides, limit in checks:
-        try:
-            check(f"the KV of {what} on the {place}", plan.batch * each + besides, limit, device)
-        except ValueError as error:
-            fit = 0
-            for count in range(plan.batch - 1, 0, -1):
-                try:
-                    check("", count * each + besides, limit, device)
-                except ValueError:
-                    continue
-                fit = count
-                break
-            raise ValueError(f"{error}; {fit} such rows would fit") from None
+        return store

@@ -13,23 +13,17 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine.batch import Gain
-from sparda_jax.engine.plan import check_request
-from sparda_jax.engine.prefix import PrefixIndex, reusable_tokens, settled_lag
+from sparda_jax.engine.places import Places, Serves
 from sparda_jax.engine.report import FinishReason
 from sparda_jax.engine.requests import Handle, OnEnd, OnPiece, StopStrings
-from sparda_jax.engine.rows import Rows
 from sparda_jax.engine.service import Counters, QueueFullError, SchedulerConfig
 from sparda_jax.tokenization import Tokenizer
 from sparda_jax.validation import require
-
-if TYPE_CHECKING:
-    from sparda_jax.engine.generate import Engine
 
 logger = logging.getLogger("sparda_jax")
 
@@ -70,29 +64,16 @@ class Scheduler:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Serves,
         config: SchedulerConfig | None = None,
         tokenizer: Tokenizer | None = None,
     ):
         self.engine, self.config = engine, config or SchedulerConfig()
         self.tokenizer = tokenizer
-        if engine.mesh is not None or engine.model.config.kv_importance:
-            what = "a model with importance biases" if engine.mesh is None else "several devices"
-            raise NotImplementedError(f"the scheduler does not serve {what}")
-        limit = engine.config.max_length or engine.model.config.max_position_embeddings
-        self.max_length = self.config.max_length or limit
-        require(
-            self.max_length <= limit,
-            f"max_length {self.max_length} exceeds the engine's limit of {limit} tokens",
-        )
-        rows = self.config.rows
-        self.rows = Rows(engine, rows, self.max_length, stop_width=self.config.stop_tokens)
+        self.rows: Places = engine.places(self.config)
         self.counters = Counters()
         self.broken: str | None = None
-        self._owners: list[Handle | None] = [None] * rows
-        self._free: collections.OrderedDict[int, None] = collections.OrderedDict.fromkeys(
-            range(rows)
-        )  # the row that was left longest ago comes first
+        self._owners: list[Handle | None] = [None] * self.rows.batch
         self._queue: collections.deque[Handle] = collections.deque()
         self._prefill: _Prefill | None = None
         self._numbers = itertools.count()
@@ -103,11 +84,6 @@ class Scheduler:
         self._moved = threading.Condition()
         self._driving = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._prefixes = PrefixIndex(
-            f"{engine.model.config}{engine.sparse}{engine.config.mode}",
-            engine.sparse.geometry.block_size,
-            engine.sparse.dense_len if engine.config.mode != "dense" else 0,
-        )
 
     # ---------------------------------------------------------------- from any thread
 
@@ -124,20 +100,25 @@ class Scheduler:
     @property
     def free_rows(self) -> int:
         """Rows that no request has."""
-        return len(self._free)
+        return self.rows.free
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return self.rows.max_length
 
     @property
     def blocks_used(self) -> int:
-        """KV blocks of all running requests, in each layer; a row has `rows.plan.num_blocks`."""
-        size = self.engine.sparse.geometry.block_size
-        held = (owner for owner in self._owners if owner is not None)
-        return sum(-(-(len(each.prompt) + each.params.max_new_tokens) // size) for each in held)
+        """KV blocks of all running requests, in each layer; shared ones count once."""
+        owners = enumerate(self._owners)
+        return self.rows.blocks_used({row: each.most_tokens for row, each in owners if each})
 
     def submit(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
         *,
+        denoise: object = None,
         stop: Sequence[str] = (),
         on_piece: OnPiece | None = None,
         on_end: OnEnd | None = None,
@@ -147,6 +128,8 @@ class Scheduler:
         Args:
             prompt: token ids.
             params: how to sample.
+            denoise: `DenoiseParams` for a model of block diffusion: the order in which the masks of
+                a block are decided and its steps; None: what the model's authors publish.
             stop: strings that end the answer before them.
             on_piece: called with each piece, by the thread that drives; may raise, which ends this
                 request as "failed".
@@ -158,7 +141,7 @@ class Scheduler:
             RuntimeError: the scheduler is draining, closed or broken.
         """
         try:
-            text = self._check(prompt, params, stop)
+            text = self._check(prompt, params, denoise, stop)
         except ValueError:
             with self._moved:
                 self.counters.refused += 1
@@ -168,26 +151,24 @@ class Scheduler:
                 raise RuntimeError(f"the engine is broken: {self.broken}")
             if not self._accepting:
                 raise RuntimeError("the engine is shutting down and takes no more requests")
-            if len(self._queue) >= self.config.queue + len(self._free):
+            if len(self._queue) >= self.config.queue + self.rows.free:
                 self.counters.refused += 1
                 raise QueueFullError(
-                    f"{len(self._queue)} requests wait and {self.running} of {self.config.rows} "
+                    f"{len(self._queue)} requests wait and {self.running} of {self.rows.batch} "
                     f"rows are in use: the queue holds {self.config.queue}"
                 )
-            handle = Handle(self, next(self._numbers), prompt, params, text, on_piece, on_end)
+            handle = Handle(
+                self, next(self._numbers), prompt, params, denoise, text, on_piece, on_end
+            )
             self.counters.requests += 1
             self._queue.append(handle)
             self._moved.notify_all()
         return handle
 
     def _check(
-        self, prompt: Sequence[int], params: SamplingParams, stop: Sequence[str]
+        self, prompt: Sequence[int], params: SamplingParams, denoise: object, stop: Sequence[str]
     ) -> StopStrings | None:
-        check_request("the prompt", prompt, params, self.engine.model.config, self.max_length)
-        most, stops = self.config.stop_tokens, len(params.stop_token_ids)
-        require(stops <= most, f"{stops} stop tokens, at most {most} are possible")
-        top, likely = self.engine.config.top_logprobs, params.logprobs or 0
-        require(likely <= top, f"{likely} likeliest tokens asked for, at most {top} are reported")
+        self.rows.check(prompt, params, denoise)
         if self.tokenizer is None:
             require(not stop, f"stop strings {list(stop)} need a tokenizer")
             return None
@@ -297,24 +278,11 @@ class Scheduler:
                 self._prefill.work.close()
                 self._prefill = None
             else:
-                self._remember(row, handle)
-            if self.rows.active[row]:
-                self.rows.stop(row)
+                self.rows.remember(row, handle.prompt, handle.tokens)
             self._owners[row] = None
-            self._free[row] = None
+            self.rows.leave(row)
         handle.finish(reason, error)
         self.counters.finished[reason] += 1
-
-    def _remember(self, row: int, handle: Handle) -> None:
-        """What the row still holds, for prompts that begin alike."""
-        size = self.engine.sparse.geometry.block_size
-        # The block being written is not with the others yet.
-        cached = int(self.rows.lengths[row] - 1) // size * size
-        count = reusable_tokens(self.engine.config, len(handle.prompt), cached)
-        tokens = (*handle.prompt, *handle.tokens)[:count]
-        if self.rows.failed[row]:
-            tokens = ()  # its KV need not be finite
-        self._prefixes.hold(row, tokens, len(handle.prompt))
 
     def _run_prefill(self) -> None:
         """Units of prefill, as many as fit in the time; at least one, if there is any."""
@@ -342,42 +310,26 @@ class Scheduler:
             current.handle.phase = "decode"
             self.counters.prompt_tokens += len(current.handle.prompt)
             self.counters.cached_tokens += current.handle.cached_tokens
-            self._remember(row, current.handle)
+            self.rows.remember(row, current.handle.prompt, ())
             self._take(stop.value)
         except Exception as error:
             self._end(current.handle, "failed", f"prefill failed: {type(error).__name__}: {error}")
 
     def _admit(self) -> bool:
-        """Gives a row to the request that waits longest and begins its prefill."""
+        """Begins the prefill of the request that waits longest, if it has a place."""
         with self._moved:
-            if not self._queue or not self._free:
+            if not self._queue:
                 return False
-            handle = self._queue.popleft()
-            known, source = self._known(handle.prompt)
-            # In the row that holds the prefix, if it is free: what others hold stays.
-            row = source if source in self._free else next(iter(self._free))
-            assert row is not None
-            del self._free[row]
-            self._owners[row] = handle
+            handle = self._queue[0]
+            place = self.rows.admit(handle.prompt, handle.params, handle.denoise)
+            if place is None:
+                return False
+            self._queue.popleft()
+            self._owners[place.row] = handle
             handle.phase = "prefill"
-        handle.cached_tokens, handle.timing.started = known, time.perf_counter()
-        work = self.rows.prefill(row, handle.prompt, handle.params, known=known, source=source)
-        self._prefill = _Prefill(handle, row, work)
-        self._prefixes.drop(row)
+        handle.cached_tokens, handle.timing.started = place.known, time.perf_counter()
+        self._prefill = _Prefill(handle, place.row, place.work)
         return True
-
-    def _known(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """Leading tokens of a prompt that need no prefill, and the row that holds their KV."""
-        if not self.config.prefix_reuse:
-            return 0, None
-        matched, rows = self._prefixes.find(prompt)
-        engine = self.engine
-        lag = settled_lag(engine.sparse, engine.config, len(engine.layers)) if matched else 0
-        # The last token is run in any case: its hidden state draws the first one.
-        known = max(min(matched - lag, len(prompt) - 1), 0) // self.rows.chunk * self.rows.chunk
-        if not known:
-            return 0, None
-        return known, next((row for row in rows if row in self._free), rows[0])
 
     def _take(self, gain: Gain) -> None:
         """Hands a row's tokens to its request, and ends it where it is over."""
@@ -392,7 +344,8 @@ class Scheduler:
             except Exception as raised:  # of its callback or its text
                 reason, error = "failed", f"{type(raised).__name__}: {raised}"
             self.counters.tokens += len(handle.tokens) - before
-        if reason is None and rows.failed[gain.row]:
-            reason, error = "failed", "the model's logits were not finite"
+        failure = rows.failure(gain.row)
+        if reason is None and failure is not None:
+            reason, error = "failed", failure
         if reason is not None:
             self._end(handle, reason, error)

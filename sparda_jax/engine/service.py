@@ -47,6 +47,18 @@ class SchedulerConfig:
         if self.max_length is not None:
             require_at_least("max_length", self.max_length, 2)
 
+    def length(self, limit: int) -> int:
+        """Tokens of a prompt and its answer, of an engine that allows so many.
+
+        Raises:
+            ValueError: more than the limit.
+        """
+        length = self.max_length or limit
+        require(
+            length <= limit, f"max_length {length} exceeds the engine's limit of {limit} tokens"
+        )
+        return length
+
 
 @dataclass
 class Counters:

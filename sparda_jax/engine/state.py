@@ -144,6 +144,8 @@ class DecodeState:
       remaining: tokens it may still generate.
       sampling: its sampling settings.
       layers: L caches.
+      pages: page of the host pool that each block is in; None where every row has its own part of
+        the pool, or there is none.
     """
 
     lengths: Int[Array, " B"]
@@ -153,6 +155,7 @@ class DecodeState:
     remaining: Int[Array, " B"]
     sampling: SamplingState
     layers: tuple[LayerCache, ...]
+    pages: Int[Array, "B M"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -165,12 +168,14 @@ class Step:
       active: rows that still generate; the others select and fetch nothing.
       cos: RoPE rows.
       sin: RoPE rows.
+      pages: see `DecodeState`.
     """
 
     position: Int[Array, " B"]
     active: Bool[Array, " B"]
     cos: Float[Array, "B 1 H"]
     sin: Float[Array, "B 1 H"]
+    pages: Int[Array, "B M"] | None = None
 
 
 @jax.tree_util.register_dataclass

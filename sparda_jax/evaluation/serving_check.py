@@ -117,7 +117,7 @@ def leaks(scheduler: Scheduler, requests: int) -> Iterator[str]:
         "waiting": scheduler.waiting,
         "blocks_used": scheduler.blocks_used,
         "active rows": int(rows.active.sum()),
-        "rows not free": rows.plan.batch - scheduler.free_rows,
+        "rows not free": rows.batch - scheduler.free_rows,
         "requests not accepted": requests - counters.requests,
         "requests not finished": counters.requests - counters.finished.total(),
     }.items():

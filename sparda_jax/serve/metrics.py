@@ -56,6 +56,7 @@ class Metrics(Collector):
         scheduler = self._scheduler
         counters, rows = scheduler.counters, scheduler.rows
         report = rows.report
+        programs, compile_seconds = rows.compilations
         totals = {
             "requests": (counters.requests, "Requests accepted"),
             "refused": (counters.refused, "Requests refused: too long, or the queue was full"),
@@ -65,8 +66,8 @@ class Metrics(Collector):
             "prefill_seconds": (counters.prefill_seconds, "Time in prefill"),
             "decode_seconds": (report.decode_seconds, "Time in decode calls"),
             "stall_seconds": (counters.stalls, "Time running requests waited for a prefill"),
-            "compile_seconds": (scheduler.engine.programs.compile_seconds, "Time compiling"),
-            "programs": (scheduler.engine.programs.compilations, "Programs compiled"),
+            "compile_seconds": (compile_seconds, "Time compiling"),
+            "programs": (programs, "Programs compiled"),
             "free_blocks": (report.free_blocks, "Blocks selected freely"),
             "hit_blocks": (report.hit_blocks, "Free blocks that were on the device"),
             "fetched_bytes": (
@@ -89,9 +90,9 @@ class Metrics(Collector):
         gauges = {
             "queue": (scheduler.waiting, "Requests waiting for a row"),
             "rows_used": (scheduler.running, "Rows in use"),
-            "rows": (rows.plan.batch, "Rows"),
+            "rows": (rows.batch, "Rows"),
             "blocks_used": (scheduler.blocks_used, "KV blocks of running requests, each layer"),
-            "blocks": (rows.plan.batch * rows.plan.num_blocks, "KV blocks, each layer"),
+            "blocks": (rows.blocks, "KV blocks, each layer"),
             "device_kv_bytes": (report.device_kv_bytes, "KV and what belongs to it on the device"),
             "host_kv_bytes": (report.host_kv_bytes, "KV on the host"),
         }

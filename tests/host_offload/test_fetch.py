@@ -8,6 +8,7 @@ import pytest
 from host_offload import memory
 from host_offload.fetch import EagerFetcher, ProgramFetcher
 from host_offload.host_pool import HostPool
+from host_offload.quantise import dequantise
 
 B, K, M, Z, P, H = 2, 3, 40, 20, 4, 8  # 240 runs in the pool, 120 in the slots
 WIDTH = B * K * Z
@@ -138,9 +139,11 @@ def test_quantised_blocks_are_widened_on_the_way(kind, dtype):
     pool = HostPool(1, device, dtype=dtype)
     kv = random_array((B, K, M, 2, P, H), jnp.float32, 3)
     pool.store_layer(0, jax.device_put(kv, memory.device_sharding(device)))
-    widened = [pool.read_row(0, jnp.int32(row), M)[0] for row in range(B)]
+    widened = dequantise(pool.layers[0].values, pool.layers[0].scales, "float32")
     slots = random_array((B, K, WIDTH // (B * K), 2, P, H), jnp.float32, 4)
     source, target = misses(7, 5)
     fetcher = make_fetcher(kind, pool)
     got = fetcher.fetch(0, jnp.array(slots), *map(jnp.array, (source, target)), jnp.int32(7))
-    np.testing.assert_array_equal(got, expected_slots(slots, np.stack(widened), source, target, 7))
+    np.testing.assert_array_equal(
+        got, expected_slots(slots, np.asarray(widened), source, target, 7)
+    )

@@ -143,6 +143,9 @@ def test_misses_are_listed_in_order():
     assert (source.tolist(), target.tolist(), int(count)) == (
         [5, 11, 10, 0, 0, 0], [1, 3, 5, 0, 0, 0], 3,
     )  # fmt: skip
+    pages = jnp.arange(9, -1, -1, dtype=jnp.int32)[None]
+    source, _, _ = compact_misses(plan, wanted, num_blocks=10, pages=pages)
+    assert source.tolist() == [4 * 2, 8 * 2 + 1, 9 * 2 + 1, 0, 0, 0]
 
 
 def test_errors():

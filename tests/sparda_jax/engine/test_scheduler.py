@@ -182,11 +182,44 @@ def test_what_never_fits_is_refused_with_numbers(scheduler_of, make_engine):
     check_nothing_leaked(scheduler, ROWS)
     with pytest.raises(ValueError, match="max_length 97 exceeds the engine's limit of 96"):
         Scheduler(scheduler.engine, SchedulerConfig(max_length=97))
-    row = scheduler.rows.plan.host_kv_bytes // ROWS
-    settings = {"mode": "sparda", "offload": "host", "max_length": LENGTH, "prefill_chunk": 48}
-    small = make_engine(**settings, host_kv_bytes=2 * row)
-    with pytest.raises(ValueError, match=r"3 rows .* on the host needs .*; 2 such rows would fit"):
+    with pytest.raises(ValueError, match="denoising settings are for models of block diffusion"):
+        scheduler.submit([1], greedy(1), denoise=object())
+    small = make_engine(**SMALL, host_kv_bytes=scheduler.rows.plan.host_kv_bytes // (2 * ROWS))
+    with pytest.raises(
+        ValueError, match=r"12 blocks, with rows of 12, .*; 6 such blocks would fit"
+    ):
         Scheduler(small, SchedulerConfig(rows=3))
+
+
+SMALL = {"mode": "sparda", "offload": "host", "max_length": LENGTH, "prefill_chunk": 48}
+
+
+def test_a_pool_of_few_pages_serves_as_many_requests_as_it_holds(scheduler_of, make_engine):
+    """Three rows, pages for one and a half: short requests run together, long ones in turn."""
+    whole = scheduler_of(prefix_reuse=False)
+    engine = make_engine(
+        **SMALL, top_logprobs=2, host_kv_bytes=whole.rows.plan.host_kv_bytes // ROWS // 2 * 3
+    )
+    scheduler = Scheduler(engine, SchedulerConfig(rows=ROWS))
+    assert scheduler.rows.blocks == 18
+    rng = np.random.default_rng(8)
+    stem = rng.integers(0, 97, 60).tolist()
+    asked = [(rng.integers(0, 97, size).tolist(), greedy(10)) for size in (30, 20, 25, 80, 80, 10)]
+    asked += [(stem + [number], greedy(4)) for number in range(3)]
+    handles = [scheduler.submit(*each) for each in asked]
+    most, together, shared = 0, 0, False
+    while scheduler.step():
+        most = max(most, scheduler.blocks_used)
+        together = max(together, scheduler.running)
+        running = [each for each in handles if each.phase == "decode"]
+        shared |= scheduler.blocks_used < sum(-(-each.most_tokens // 8) for each in running)
+    assert together == 3 and 12 < most <= 18
+    assert shared  # pages of the stem, by two requests at once
+    for each, handle in zip(asked, handles, strict=True):
+        compare(handle.result(), alone(whole, each))
+    check_nothing_leaked(scheduler, len(asked))
+    pages = scheduler.rows.pages
+    assert pages.free + pages.used(range(ROWS)) == 18
 
 
 def test_ten_thousand_wait_and_all_end(scheduler_of):
