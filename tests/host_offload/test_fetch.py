@@ -139,11 +139,10 @@ def test_quantised_blocks_are_widened_on_the_way(kind, dtype):
     pool = HostPool(1, device, dtype=dtype)
     kv = random_array((B, K, M, 2, P, H), jnp.float32, 3)
     pool.store_layer(0, jax.device_put(kv, memory.device_sharding(device)))
-    widened = dequantise(pool.layers[0].values, pool.layers[0].scales, "float32")
+    stored = pool.layers[0]
+    widened = np.asarray(dequantise(np.asarray(stored.values), stored.scales, "float32"))
     slots = random_array((B, K, WIDTH // (B * K), 2, P, H), jnp.float32, 4)
     source, target = misses(7, 5)
     fetcher = make_fetcher(kind, pool)
     got = fetcher.fetch(0, jnp.array(slots), *map(jnp.array, (source, target)), jnp.int32(7))
-    np.testing.assert_array_equal(
-        got, expected_slots(slots, np.asarray(widened), source, target, 7)
-    )
+    np.testing.assert_array_equal(got, expected_slots(slots, widened, source, target, 7))
