@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal, get_args
+import threading
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ Aggregate = Literal["softmax", "raw"]
 RUNS = (1, 4, 8, 16)
 # Rows that are scored again come in multiples of this, so that few programs serve all lengths.
 _STEP = 256
+# Of so many scores one is sampled, to guess where the chosen ones begin.
+_SAMPLE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +40,15 @@ class SelectionRule:
         run: rows chosen together, aligned to multiples of it.
         coverage: take the fewest rows that hold this share of the mass in every KV head, at most
             the count asked for; None: take the count.
-        shortlist: with int8 keys, rows scored again in full precision, as a multiple of the count.
+        shortlist: with int8 keys, what may be chosen, as a multiple of the count. As many rows on
+            either side of the border are scored again in full precision: with 1.125, those
+            that rank from 0.875 to 1.125 times the count.
     """
 
     aggregate: Aggregate = "softmax"
     run: int = 1
     coverage: float | None = None
-    shortlist: float = 2.0
+    shortlist: float = 1.125
 
     def __post_init__(self) -> None:
         if self.aggregate not in get_args(Aggregate):
@@ -152,43 +157,72 @@ def _rescore(
     return parts.sum(1)
 
 
-def top_rows(scores: np.ndarray, count: int) -> np.ndarray:
-    """The `count` largest of `scores [S]`, ascending by row; equal scores from the lowest row up.
-
-    Raises:
-        FloatingPointError: a score is NaN.
-    """
-    size = scores.shape[0]
-    if np.isnan(scores.max(initial=-np.inf)):
-        raise FloatingPointError("a score is NaN: some key or query is not finite")
-    if count >= size:
-        return np.arange(size)
-    if count == 0:
-        return np.arange(0)
-    threshold = np.partition(scores, size - count)[size - count]
-    taken = scores > threshold
-    equal = np.flatnonzero(scores == threshold)
-    taken[equal[: count - np.count_nonzero(taken)]] = True
-    return np.flatnonzero(taken)
-
-
 def _units(scores: np.ndarray, run: int) -> np.ndarray:
     return scores if run == 1 else scores.reshape(len(scores), -1, run).sum(-1)
 
 
+def _candidates(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places in the flattened scores, ascending, with all that can be among a head's best.
+
+    A sample says above which bound a few more than `count` scores lie. So what is sorted is a
+    twentieth of 8 x 32,768 scores: 0.7 ms instead of 2 (one core).
+
+    Returns:
+        The places, and how many each head has.
+    """
+    heads, size = scores.shape
+    rank = int(1.3 * count / _SAMPLE) + 16
+    if rank < size // _SAMPLE // 2:
+        sample = np.ascontiguousarray(scores[:, ::_SAMPLE])
+        place = sample.shape[1] - rank
+        near = scores >= np.partition(sample, place, axis=1)[:, place, None]
+        counts = np.array([np.count_nonzero(head) for head in near])
+        if counts.min() >= count:
+            return np.flatnonzero(near), counts
+    return np.arange(scores.size), np.full(heads, size)
+
+
 def choose_rows(scores: np.ndarray, count: int, run: int = 1) -> np.ndarray:
-    """The `count` best rows of each KV head, in runs; `int32[K, count]`, ascending.
+    """The best rows of each KV head, equal scores from the lowest up; `int32[K, count]`, ascending.
 
     Args:
         scores: `[K, S]`, scanned rows only.
         count: rows, a multiple of `run`.
         run: rows chosen together; S is a multiple of it.
+
+    Raises:
+        FloatingPointError: a score is NaN.
     """
-    units = _units(scores, run)
-    ids = np.stack([top_rows(head, count // run) for head in units])
+    units, wanted = _units(scores, run), count // run
+    heads, size = units.shape
+    if np.isnan(units.max(axis=1, initial=-np.inf)).any():
+        raise FloatingPointError("a score is NaN: some key or query is not finite")
+    if wanted >= size or wanted == 0:
+        ids = np.broadcast_to(np.arange(min(wanted, size)), (heads, min(wanted, size)))
+    else:
+        ids = _best(units, wanted)
     if run > 1:
-        ids = (ids[..., None] * run + np.arange(run)).reshape(len(ids), -1)
+        ids = (ids[..., None] * run + np.arange(run)).reshape(heads, -1)
     return ids.astype(np.int32)
+
+
+def _best(scores: np.ndarray, count: int) -> np.ndarray:
+    """`choose_rows` for 0 < count < S, one by one."""
+    heads, size = scores.shape
+    places, counts = _candidates(scores, count)
+    values = scores.reshape(-1)[places]
+    table = np.full((heads, counts.max()), -np.inf, scores.dtype)
+    table[np.arange(table.shape[1]) < counts[:, None]] = values
+    at = table.shape[1] - count
+    threshold = np.repeat(np.partition(table, at, axis=1)[:, at], counts)
+    taken = values >= threshold
+    ends = np.cumsum(counts)
+    for begin, end in zip(ends - counts, ends, strict=True):
+        surplus = np.count_nonzero(taken[begin:end]) - count
+        if surplus:
+            equal = begin + np.flatnonzero(values[begin:end] == threshold[begin])
+            taken[equal[-surplus:]] = False
+    return (places[taken] % size).reshape(heads, count)
 
 
 def covering_count(scores: np.ndarray, coverage: float, most: int, run: int = 1) -> int:
@@ -216,14 +250,28 @@ class CpuSelector:
 
     def __init__(self, rule: SelectionRule, scale: float):
         self.rule, self.scale = rule, scale
+        self._how: dict[str, Any] = {"scale": scale, "aggregate": rule.aggregate}
+        self._scratch = threading.local()
 
     def scores(
         self, keys: Float[Array, "K S H"], queries: np.ndarray, first: int, end: int
     ) -> np.ndarray:
         """Scores of rows [first, end), `f32[K, end - first]`, from keys in place."""
         place = np.int32(first), np.int32(end)
-        found = _scan(keys, queries, *place, scale=self.scale, aggregate=self.rule.aggregate)
-        return np.asarray(found)[:, first:end]
+        return np.asarray(_scan(keys, queries, *place, **self._how))[:, first:end]
+
+    def scores_quantised(
+        self,
+        keys: Int8[Array, "K S H"],
+        scales: Float32[Array, "K S"],
+        queries: np.ndarray,
+        first: int,
+        end: int,
+    ) -> tuple[np.ndarray, jax.Array, jax.Array]:
+        """As `scores`, from int8 keys; and the largest logit and the sum of each query."""
+        place = np.int32(first), np.int32(end)
+        found, largest, total = _scan_quantised(keys, scales, queries, *place, **self._how)
+        return np.asarray(found)[:, first:end], largest, total
 
     def select(
         self, keys: Float[Array, "K S H"], queries: np.ndarray, first: int, end: int, count: int
@@ -250,26 +298,68 @@ class CpuSelector:
         end: int,
         count: int,
     ) -> np.ndarray:
-        """As `select`, scanning int8 keys; a short list is scored again by `exact [K, S, H]`."""
-        rule = {"scale": self.scale, "aggregate": self.rule.aggregate}
-        place, run = (np.int32(first), np.int32(end)), self.rule.run
-        found, largest, total = _scan_quantised(keys, scales, queries, *place, **rule)
-        scores = np.asarray(found)[:, first:end]
+        """As `select`, scanning int8 keys; who is near the border is scored again exactly.
+
+        Args:
+            keys: as `quantise_rows` gives them.
+            scales: likewise.
+            exact: `[K, S, H]`, the keys themselves.
+            queries: as in `select`.
+            first: likewise.
+            end: likewise.
+            count: likewise.
+        """
+        run = self.rule.run
+        scores, largest, total = self.scores_quantised(keys, scales, queries, first, end)
         count = self._count(scores, count)
-        listed = min(math.ceil(self.rule.shortlist * count / run) * run, end - first)
+        extra = math.ceil((self.rule.shortlist - 1) * count / run) * run
+        listed, sure = min(count + extra, end - first), max(count - extra, 0)
         ids = choose_rows(scores, listed, run)
-        padded = -(-listed // _STEP) * _STEP
-        rows = np.zeros((len(ids), padded, exact.shape[2]), exact.dtype)
+        near = np.take_along_axis(scores, ids, axis=1)
+        certain = np.zeros(ids.shape, bool)
+        np.put_along_axis(certain, choose_rows(near, sure, run), True, axis=1)
+        doubtful = ids[~certain].reshape(len(ids), -1)
+        rows = self._listed_rows(exact, doubtful + np.int32(first))
+        again = np.asarray(_rescore(rows, queries, largest, total, **self._how))
+        best = choose_rows(again[:, : doubtful.shape[1]], count - sure, run)
+        chosen = np.take_along_axis(doubtful, best, axis=1), ids[certain].reshape(len(ids), -1)
+        return np.sort(np.concatenate(chosen, axis=1), axis=1) + np.int32(first)
+
+    def _listed_rows(self, exact: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Rows of a short list, padded; in memory that the thread keeps (fresh pages cost more)."""
+        heads, listed = ids.shape
+        shape = heads, -(-listed // _STEP) * _STEP, exact.shape[2]
+        rows = getattr(self._scratch, "rows", None)
+        if rows is None or rows.shape != shape or rows.dtype != exact.dtype:
+            rows = self._scratch.rows = np.zeros(shape, exact.dtype)
         for head, chosen in enumerate(ids):
-            rows[head, :listed] = exact[head, chosen + first]
-        again = np.asarray(_rescore(rows, queries, largest, total, **rule))[:, :listed]
-        best = choose_rows(again, count, run)
-        return np.take_along_axis(ids, best, axis=1) + np.int32(first)
+            take_rows(exact[head], chosen, rows[head, :listed])
+        return rows
 
     def _count(self, scores: np.ndarray, count: int) -> int:
         if self.rule.coverage is None:
             return count
         return covering_count(scores, self.rule.coverage, count, self.rule.run)
+
+
+def take_rows(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, run: int = 1) -> None:
+    """`out[i] = rows[ids[i]]`; as unsigned integers, which numpy copies fastest.
+
+    4.8 GB/s a core for rows of 256 B; 3.1 by way of a new array.
+
+    Args:
+        rows: `[S, H]`.
+        ids: `[n]`, in whole runs.
+        out: `[n, H]`, contiguous.
+        run: rows that follow one another; S and n are multiples of it.
+    """
+    wide = lambda array: as_bits(array).reshape(-1, run * array.shape[-1])
+    np.take(wide(rows), ids[::run] // run, axis=0, mode="clip", out=wide(out))
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """The same values as unsigned integers."""
+    return array.view(f"u{array.dtype.itemsize}")
 
 
 def recall(chosen: np.ndarray, wanted: np.ndarray) -> float:

@@ -1,16 +1,20 @@
 """The host's side of HERALD: commits, scans, gathers and copies beside the device's work.
 
 One coordinator takes jobs in the order they were given: "write these committed rows", "choose and
-fetch the rows of this layer". A layer's requests are scanned and gathered by several workers; then
-one asynchronous copy takes the layer to the device. So rows that were committed before a scan was
-asked for are there when it runs, and whoever asks waits for nothing until it needs the result.
+fetch the rows of this layer". A layer's requests are scanned and gathered by several workers; when
+all are done one asynchronous copy takes the layer to the device. So rows that were committed before
+a scan was asked for are there when it runs, and whoever asks waits for nothing until it needs the
+result. The next layers are at work meanwhile, as many as there are staging buffers: some workers
+wait for memory (a scan) while others choose and gather. (A row that is committed while a scan runs
+lies behind all that the scan may choose from.)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +28,10 @@ from host_offload.cpu_selection import CpuSelector, quantise_rows
 from host_offload.row_store import RowStore, pinned_zeros
 
 _quantise = jax.jit(quantise_rows)
+
+
+# When a worker began a request's scan, had chosen its rows, and had gathered them.
+Parts = tuple[float, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +62,11 @@ class Retrieved:
         errors: by request, what went wrong with its selection.
         scanned_bytes: of keys.
         copied_bytes: host to device.
-        seconds: by part, added up over workers: "scan", "gather"; of the coordinator: "copy" and,
+        seconds: by part, added up over workers: "scan" (with the choice), "gather"; "copy" and,
             for the query's arrival, "query".
-        begun: on the clock of `time.perf_counter`, when the query had arrived.
-        ended: when the copy had been started.
+        sending: on the clock of `time.perf_counter`, when the copy began.
+        arrived: when it had ended.
+        parts: of each request, on that clock.
     """
 
     kv: Float[Array, "B K 2 R H"]
@@ -67,12 +76,21 @@ class Retrieved:
     scanned_bytes: int
     copied_bytes: int
     seconds: dict[str, float]
-    begun: float
-    ended: float
+    sending: float
+    arrived: float
+    parts: list[Parts]
+
+
+def _tell(told: Future[Retrieved], work: Callable[..., None], *args: Any) -> None:
+    """Does a step of a retrieval; what goes wrong is told to whoever waits for it."""
+    try:
+        work(*args)
+    except Exception as error:
+        told.set_exception(error)
 
 
 class Staging:
-    """A ring of pinned buffers, each written again only when its last copy has arrived.
+    """Pinned buffers, each filled again only when its last copy has arrived.
 
     Where the device's memory is the host's (the CPU back end) a copy may hand out the buffer
     itself; every copy has a fresh one there.
@@ -83,34 +101,37 @@ class Staging:
         self._shared = device.platform == "cpu"
         self._arrays = [pinned_zeros(shape, dtype, device) for _ in range(depth)]
         self._views = [memory.host_view(array) for array in self._arrays]
-        self._sent: list[jax.Array | None] = [None] * depth
-        self._turn = 0
+        # Buffers that may be filled, each with the copy that was last made of it.
+        self._free: queue.SimpleQueue[tuple[int, jax.Array | None]] = queue.SimpleQueue()
+        for number in range(depth):
+            self._free.put((number, None))
 
     @property
     def nbytes(self) -> int:
         """Bytes of one buffer."""
         return self._arrays[0].nbytes
 
-    def next(self) -> np.ndarray:
-        """The buffer to fill, once its last copy has arrived."""
-        sent = self._sent[self._turn]
+    def take(self) -> tuple[int, np.ndarray]:
+        """The number of a buffer to fill, and the buffer; waits until one is free."""
+        number, sent = self._free.get()
         if sent is not None:
             sent.block_until_ready()
-        return self._views[self._turn]
+        return number, self._views[number]
 
-    def send(self) -> jax.Array:
-        """Starts the copy of the buffer that `next` gave."""
-        source: Any = self._arrays[self._turn]
+    def send(self, number: int) -> jax.Array:
+        """Starts the copy of a buffer that `take` gave."""
+        source: Any = self._arrays[number]
         if self._shared:
-            source = self._views[self._turn].copy()
+            source = self._views[number].copy()
         sent = jax.device_put(source, self._place)
-        self._sent[self._turn] = sent
-        self._turn = (self._turn + 1) % len(self._sent)
+        self._free.put((number, sent))
         return sent
 
 
 class Retrieval:
     """Runs the host's work for one batch; use it as a context, so that its threads end.
+
+    With `quantised` the int8 keys are scanned, which the store must have.
 
     Attributes:
         store: all committed rows.
@@ -126,15 +147,17 @@ class Retrieval:
         device: jax.Device,
         *,
         workers: int,
-        depth: int = 2,
+        quantised: bool = False,
+        depth: int = 4,
     ):
-        self.store, self.workers = store, workers
+        self.store, self.workers, self._quantised = store, workers, quantised
         self._selector, self._device = selector, device
         self._granule = granule
         shape = (store.shape.batch, store.shape.heads, 2, rows, store.shape.width)
         self._staging = Staging(shape, store.shape.dtype, device, depth)
         self._coordinator = ThreadPoolExecutor(1, "herald-coordinator")
         self._pool = ThreadPoolExecutor(workers, "herald-worker")
+        self._sender = ThreadPoolExecutor(1, "herald-sender")
         self._commits: list[Future[int]] = []
 
     def close(self, *, wait: bool = True) -> None:
@@ -143,7 +166,7 @@ class Retrieval:
         Args:
             wait: for jobs at work; not for one that hangs.
         """
-        for pool in (self._coordinator, self._pool):
+        for pool in (self._coordinator, self._pool, self._sender):
             pool.shutdown(wait=wait, cancel_futures=True)
 
     def __enter__(self) -> Retrieval:
@@ -193,50 +216,74 @@ class Retrieval:
             spans: of the requests that need rows.
         """
         there = jax.device_put(queries, memory.host_sharding(self._device))
-        return self._coordinator.submit(self._retrieve, layer, there, list(spans))
+        told: Future[Retrieved] = Future()
+        self._coordinator.submit(_tell, told, self._retrieve, told, layer, there, list(spans))
+        return told
 
     def _write(
         self, parts: list[jax.Array], small: list[Any], rows: list[tuple[int, int, int]]
     ) -> int:
-        written = 0
-        for layer, (kv, pair) in enumerate(zip(parts, small, strict=True)):
-            view = np.asarray(kv)
-            keys = None if pair is None else tuple(np.asarray(part) for part in pair)
-            for index, row, start in rows:
-                own = None if keys is None else (keys[0][index], keys[1][index])
-                self.store.write(layer, row, start, view[index], own)
-                written += view[index].nbytes
+        jobs = [
+            self._pool.submit(self._write_layer, layer, kv, pair, rows)
+            for layer, (kv, pair) in enumerate(zip(parts, small, strict=True))
+        ]
+        return sum(job.result() for job in jobs)
+
+    def _write_layer(
+        self, layer: int, kv: jax.Array, small: Any, rows: list[tuple[int, int, int]]
+    ) -> int:
+        written, view = 0, np.asarray(kv)
+        keys = None if small is None else tuple(np.asarray(part) for part in small)
+        for index, row, start in rows:
+            own = None if keys is None else (keys[0][index], keys[1][index])
+            self.store.write(layer, row, start, view[index], own)
+            written += view[index].nbytes
         return written
 
-    def _retrieve(self, layer: int, queries: jax.Array, spans: list[Span]) -> Retrieved:
-        clock = time.perf_counter
-        asked = clock()
+    def _retrieve(
+        self, told: Future[Retrieved], layer: int, queries: jax.Array, spans: list[Span]
+    ) -> None:
+        """Gives a layer's requests to the workers; the sender takes what they have filled."""
+        asked = time.perf_counter()
         host_queries = np.asarray(queries)
-        begun = clock()
-        buffer = self._staging.next()
+        begun = time.perf_counter()
+        number, buffer = self._staging.take()
         jobs = [
             self._pool.submit(self._fill, layer, span, host_queries[span.row], buffer[span.row])
             for span in spans
         ]
+        self._sender.submit(_tell, told, self._send, told, number, spans, jobs, (asked, begun))
+
+    def _send(
+        self,
+        told: Future[Retrieved],
+        number: int,
+        spans: list[Span],
+        jobs: list[Future[tuple[np.ndarray, Parts]]],
+        times: tuple[float, float],
+    ) -> None:
         ids: dict[int, np.ndarray] = {}
         errors: dict[int, Exception] = {}
-        seconds = {"query": begun - asked, "scan": 0.0, "gather": 0.0}
-        counts = np.zeros(len(buffer), np.int32)
+        parts: list[Parts] = []
+        counts = np.zeros(self.store.shape.batch, np.int32)
         for span, job in zip(spans, jobs, strict=True):
             try:
-                chosen, scan, gather = job.result()
+                chosen, spent = job.result()
             except Exception as error:  # one request's failure is not the others'
                 errors[span.row] = error
                 continue
             ids[span.row], counts[span.row] = chosen, chosen.shape[1]
-            seconds["scan"] += scan
-            seconds["gather"] += gather
-        filled = clock()
-        kv = self._staging.send()
-        seconds["copy"] = clock() - filled
+            parts.append(spent)
+        sending = time.perf_counter()
+        kv = self._staging.send(number).block_until_ready()
+        arrived = time.perf_counter()
+        seconds = {"query": times[1] - times[0], "copy": arrived - sending}
+        seconds["scan"] = sum(chosen - began for began, chosen, _ in parts)
+        seconds["gather"] = sum(gathered - chosen for _, chosen, gathered in parts)
         scanned = sum(map(self._scans, spans)) * self._scan_bytes()
-        return Retrieved(
-            kv, counts, ids, errors, scanned, self._staging.nbytes, seconds, begun, clock()
+        copied = self._staging.nbytes
+        told.set_result(
+            Retrieved(kv, counts, ids, errors, scanned, copied, seconds, sending, arrived, parts)
         )
 
     def _scans(self, span: Span) -> bool:
@@ -245,25 +292,25 @@ class Retrieval:
 
     def _scan_bytes(self) -> int:
         shape = self.store.shape
-        size = 1 if shape.quantised else jnp.dtype(shape.dtype).itemsize
+        size = 1 if self._quantised else jnp.dtype(shape.dtype).itemsize
         return shape.heads * shape.capacity * shape.width * size
 
     def _fill(
         self, layer: int, span: Span, queries: np.ndarray, out: np.ndarray
-    ) -> tuple[np.ndarray, float, float]:
+    ) -> tuple[np.ndarray, Parts]:
         clock = time.perf_counter
         started = clock()
         ids = self._select(layer, span, queries)
         chosen = clock()
-        self.store.gather(layer, span.row, ids, out, self._granule)
-        return ids, chosen - started, clock() - chosen
+        self.store.gather(layer, span.row, ids, out, self._granule, self._selector.rule.run)
+        return ids, (started, chosen, clock())
 
     def _select(self, layer: int, span: Span, queries: np.ndarray) -> np.ndarray:
         store, place = self.store, (span.first, span.end, span.count)
         if not self._scans(span):
             every = np.arange(span.first, span.end, dtype=np.int32)
             return np.broadcast_to(every, (store.shape.heads, len(every)))
-        if not store.shape.quantised:
+        if not self._quantised:
             return self._selector.select(store.keys(layer, span.row), queries, *place)
         small, scales = store.quantised_keys(layer, span.row)
         exact = store.key_view(layer, span.row)

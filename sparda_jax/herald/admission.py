@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -14,8 +15,9 @@ from sparda_jax.diffusion.config import diffusion_of
 from sparda_jax.diffusion.plan import BlockPlan
 from sparda_jax.diffusion.state import BlockState, LayerKV
 from sparda_jax.engine.plan import pad_prompts
-from sparda_jax.herald import device_selection
+from sparda_jax.herald import device_selection, forward
 from sparda_jax.herald import layout as layouts
+from sparda_jax.herald.layerwise import OnDevice, run_layers
 from sparda_jax.herald.layout import Layout
 from sparda_jax.herald.requests import Request, block_fields
 from sparda_jax.herald.state import HeraldState, Pool
@@ -62,13 +64,14 @@ def admitted(
     )
     every = range(layout.layers)
     only = lambda arrays, layers: tuple(arrays[n] if n in layers else None for n in every)
+    pools, whole = _first_pools(engine, layout, block, caches, span)
     state = HeraldState(
-        block, only(caches, layout.cached), only(init, layout.sparse), only(previous, layout.sparse)
+        block, only(whole, layout.cached), only(init, layout.sparse), only(previous, layout.sparse)
     )
     rows = ()
     if engine.config.policy.offload:
-        rows = engine.run_plain(layouts.prompt_rows, tuple(caches[n] for n in layout.sparse))
-    return Admitted(state, _first_pools(engine, layout, block, caches, span), rows)
+        rows = engine.run_plain(layouts.prompt_rows, tuple(whole[n] for n in layout.sparse))
+    return Admitted(state, pools, rows)
 
 
 def _prefilled(
@@ -100,15 +103,14 @@ def _first_pools(
     block: BlockState,
     caches: tuple[LayerKV, ...],
     span: Span,
-) -> tuple[Pool | None, ...]:
+) -> tuple[tuple[Pool | None, ...], Sequence[LayerKV | None]]:
+    """Chosen by the first block's own queries, in a forward over whole caches; and the caches."""
     if engine.config.policy.when != "ahead" or not layout.sparse:
-        return engine.run_plain(layouts.empty_pools, layout=layout, batch=1)
+        return engine.run_plain(layouts.empty_pools, layout=layout, batch=1), caches
     scanned = [np.array([value], np.int32) for value in (span.first, span.end, span.count)]
-    return engine.run(
-        device_selection.cold_start,
-        *(engine.rope, block, caches, engine.put(tuple(scanned))),
-        rule=engine.config.rule,
-        slots=layout.slots,
-        dense_layers=layout.sparse.start,
-        every_query=engine.config.queries_used == "all",
-    )
+    turn = engine.run_plain(forward.new_turn, batch=1, width=layout.width)
+    none = (None,) * layout.layers
+    state = HeraldState(block, caches, none, none)
+    source = OnDevice(engine, caches, layout.sparse, engine.put(tuple(scanned)), layout.slots)
+    state, _ = run_layers(engine, state, turn, source, lookahead=False)
+    return tuple(source.pools), state.caches

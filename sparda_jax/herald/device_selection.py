@@ -6,12 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.cpu_selection import SelectionRule, row_scores
-from sparda_jax.diffusion.state import BlockState, LayerKV
-from sparda_jax.herald.forward import attend_layer, begin, new_turn, project
+from sparda_jax.diffusion.state import LayerKV
 from sparda_jax.herald.layout import as_slots, by_row
 from sparda_jax.herald.state import Pool
-from sparda_jax.models.decoder import Decoder
-from sparda_jax.models.rope import RopeTable
 from sparda_jax.typing import Array, Float, Int
 
 
@@ -58,48 +55,6 @@ def select_on_device(
     missing = slots * size - chosen.shape[3]
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
     return Pool(as_slots(chosen, size=size), count)
-
-
-def cold_start(
-    model: Decoder,
-    rope: RopeTable,
-    block: BlockState,
-    caches: tuple[LayerKV, ...],
-    scanned: tuple[Array, Array, Array],
-    *,
-    rule: SelectionRule,
-    slots: int,
-    dense_layers: int,
-    every_query: bool,
-) -> tuple[Pool | None, ...]:
-    """Pools of a first block, chosen by its own queries while the prompt's KV is on the device.
-
-    Args:
-        model: parameters.
-        rope: table that covers every position.
-        block: first block of each row.
-        caches: of all layers.
-        scanned: (first, end, count) of each row.
-        rule: how rows are chosen.
-        slots: Z.
-        dense_layers: leading layers that need no pool.
-        every_query: choose by all queries of the block, not by the centre.
-    """
-    width = block.tokens.shape[1]
-    turn = new_turn(*block.tokens.shape)
-    x, tables, _, centre = begin(model, rope, block, turn, lookahead=False)
-    pools: list[Pool | None] = []
-    for number, layer in enumerate(model.layers):
-        qkv, queries = project(layer, x, tables, None if every_query else centre, width=width)
-        cache = caches[number]
-        chosen = None
-        if number >= dense_layers:
-            chosen = select_on_device(cache, queries, *scanned, rule=rule, slots=slots)
-        pools.append(chosen)
-        kept = (cache, None, None)
-        none = jnp.zeros(block.start.shape, bool)
-        x, _ = attend_layer(layer, x, qkv, kept, None, block.start, none, width=width, causal=False)
-    return tuple(pools)
 
 
 def near_rows(

@@ -18,6 +18,7 @@ from sparda_jax.engine.programs import Programs
 from sparda_jax.engine.report import RequestResult
 from sparda_jax.herald.config import HeraldConfig
 from sparda_jax.herald.generation import HeraldGeneration
+from sparda_jax.herald.layout import Layout
 from sparda_jax.herald.report import HeraldReport
 from sparda_jax.herald.requests import Request
 from sparda_jax.models.decoder import Decoder
@@ -128,6 +129,10 @@ class HeraldEngine:
             max_length=config.max_length,
         )
         return plan_blocks(self.model.config, settings, prompts, requests, self.model.dtype)
+
+    def layout(self, batch: int, plan: BlockPlan) -> Layout:
+        """What lies where in a batch."""
+        return Layout.of(self.config, self.model.config, plan, batch, self.model.dtype)
 
     def prepare(
         self,

@@ -15,6 +15,7 @@ import jax
 
 from host_offload.retrieval import Retrieval, Retrieved, Span
 from sparda_jax.diffusion.config import diffusion_of
+from sparda_jax.diffusion.state import LayerKV
 from sparda_jax.herald import forward
 from sparda_jax.herald.device_selection import select_on_device
 from sparda_jax.herald.state import HeraldState, Pool, Turn
@@ -115,12 +116,12 @@ class OnDevice:
     def __init__(
         self,
         engine: HeraldEngine,
-        state: HeraldState,
+        caches: Sequence[LayerKV | None],
         sparse: range,
         scanned: tuple[jax.Array, jax.Array, jax.Array],
         slots: int,
     ):
-        self._engine, self._caches, self._sparse = engine, state.caches, sparse
+        self._engine, self._caches, self._sparse = engine, caches, sparse
         self._scanned, self._slots = scanned, slots
         self.pools: list[Pool | None] = [None] * len(engine.layers)
 

@@ -16,7 +16,7 @@ from sparda_jax.diffusion.state import BlockState, LayerKV
 from sparda_jax.herald.config import HeraldConfig
 from sparda_jax.herald.state import HeraldState, Pool
 from sparda_jax.model_config import ModelConfig
-from sparda_jax.typing import Array, Float
+from sparda_jax.typing import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,13 @@ def as_slots(kv: Float[Array, "B K 2 R H"], *, size: int) -> Float[Array, "B K Z
     """Rows as the host sends them, in slots of `size`, as attention reads them."""
     slots = kv.reshape(*kv.shape[:3], -1, size, kv.shape[-1])
     return jnp.moveaxis(slots, 3, 2)
+
+
+def as_pools(
+    rows: tuple[tuple[Float[Array, "B K 2 R H"], Int[Array, " B"]], ...], *, size: int
+) -> tuple[Pool, ...]:
+    """Pools of the rows, and their counts, that the host sent for some layers."""
+    return tuple(Pool(as_slots(kv, size=size), count) for kv, count in rows)
 
 
 def insert(batch: Any, one: Any, row: jax.Array) -> Any:

@@ -9,6 +9,17 @@ from host_offload.memory import format_bytes
 from host_offload.retrieval import Retrieved
 from sparda_jax.diffusion.report import BlockReport
 
+# What ran, and when it began and ended, in seconds on one clock.
+Event = tuple[str, float, float]
+
+
+def host_events(found: Retrieved) -> list[Event]:
+    """What the host did for one layer."""
+    events = [("copy", found.sending, found.arrived)]
+    for began, chosen, gathered in found.parts:
+        events += [("scan", began, chosen), ("gather", chosen, gathered)]
+    return events
+
 
 @dataclasses.dataclass
 class HeraldReport(BlockReport):

@@ -29,8 +29,7 @@ from sparda_jax.herald import forward
 from sparda_jax.herald import layout as layouts
 from sparda_jax.herald.admission import Admitted, admitted
 from sparda_jax.herald.layerwise import LayerBefore, LookAhead, OnDevice, OwnQueries, run_layers
-from sparda_jax.herald.layout import Layout
-from sparda_jax.herald.report import HeraldReport
+from sparda_jax.herald.report import Event, HeraldReport, host_events
 from sparda_jax.herald.requests import Request, block_fields
 from sparda_jax.herald.state import Pool, Turn
 
@@ -49,22 +48,25 @@ class HeraldSession:
         state: of the batch.
         pools: chosen rows of each layer; None where a layer attends its cache.
         requests: by row; None where it is free.
-        store: committed rows in host memory; None where all KV is on the device.
+        store: committed rows in host memory; None where all KV is on the device. One that another
+            session has left can be given, since pinning takes long.
         report: counters, current at any time.
         chosen: rows of the last selection of each (layer, row), where the host chose.
-        events: of the last turn: (what, begun, ended) by `time.perf_counter`; "device" until all
-            rows gave their block, "host N" from the arrival of layer N's queries to its copy.
+        events: of the last turn: "GPU" from its begin until all rows had given their block;
+            "scan" (with the choice), "gather" and "copy" of each request or layer.
     """
 
-    def __init__(self, engine: HeraldEngine, batch: int, plan: BlockPlan):
+    def __init__(
+        self, engine: HeraldEngine, batch: int, plan: BlockPlan, store: RowStore | None = None
+    ):
         config, model = engine.config, engine.model
         self._engine, self._plan, self._config, self._policy = engine, plan, config, config.policy
-        self.layout = Layout.of(config, model.config, plan, batch, model.dtype)
+        self.layout = engine.layout(batch, plan)
         self.requests: list[Request | None] = [None] * batch
         self.report = HeraldReport(mode=config.mode, device_kv_bytes=self.layout.device_bytes)
         self.chosen: dict[tuple[int, int], np.ndarray] = {}
-        self.events: list[tuple[str, float, float]] = []
-        self.store: RowStore | None = None
+        self.events: list[Event] = []
+        self.store = store
         self._retrieval: Retrieval | None = None
         self._broken: Exception | None = None
         self._first: list[Block] = []
@@ -81,8 +83,11 @@ class HeraldSession:
     def _open_store(self) -> None:
         engine, config, layout = self._engine, self._config, self.layout
         shape = layout.store(config.quantised_keys)
-        self.store = RowStore(shape, engine.device, budget=config.host_kv_bytes)
-        self.report.host_kv_bytes = shape.nbytes
+        if self.store is None:
+            self.store = RowStore(shape, engine.device, budget=config.host_kv_bytes)
+        elif not self.store.shape.holds(shape):
+            raise ValueError(f"a store of {self.store.shape} is not one of {shape}")
+        self.report.host_kv_bytes = self.store.shape.nbytes
         self.report.pinning_seconds = self.store.pinning_seconds
         self._retrieval = Retrieval(
             self.store,
@@ -91,6 +96,7 @@ class HeraldSession:
             config.kv_block,
             engine.device,
             workers=config.workers,
+            quantised=config.quantised_keys,
         )
 
     def __enter__(self) -> HeraldSession:
@@ -190,7 +196,7 @@ class HeraldSession:
         counts = [pool.count for pool in self.pools if pool is not None]
         block = self.state.block
         told, active, failed, counts = jax.device_get((turn, block.active, block.failed, counts))
-        self.events.append(("device", begun, time.perf_counter()))
+        self.events.append(("GPU", begun, time.perf_counter()))
         if ahead:
             self._swap(ahead, spans)
         self._settle_commits()
@@ -213,7 +219,9 @@ class HeraldSession:
         engine, sparse = self._engine, self.layout.sparse
         source: OnDevice | OwnQueries | LayerBefore
         if not self._policy.offload:
-            source = OnDevice(engine, self.state, sparse, self._scanned(spans), self.layout.slots)
+            source = OnDevice(
+                engine, self.state.caches, sparse, self._scanned(spans), self.layout.slots
+            )
         elif self._policy.when == "block":
             layers = len(engine.layers)
             source = OwnQueries(self._required(), sparse, spans, self._wait, layers)
@@ -244,7 +252,13 @@ class HeraldSession:
         return turn
 
     def _wait(self, number: int, asked: Future[Retrieved], spans: Sequence[Span]) -> Pool:
-        """The rows of a layer, waited for and counted; what fails ends its requests."""
+        """The rows of a layer, waited for and counted."""
+        return self._pools_of({number: self._arrival(number, asked, spans)})[number]
+
+    def _arrival(
+        self, number: int, asked: Future[Retrieved], spans: Sequence[Span]
+    ) -> Retrieved | None:
+        """What was asked for a layer, once it is there; what fails ends its requests."""
         started = time.perf_counter()
         try:
             if self._broken is not None:
@@ -259,16 +273,26 @@ class HeraldSession:
                 self._broken = error
             for span in spans:
                 self._fail(span.row, error)
-            batch = len(self.requests)
-            return self._engine.run_plain(layouts.empty_pool, layout=self.layout, batch=batch)
+            return None
         self.report.retrieval_stall_seconds += time.perf_counter() - started
         self.report.add(found)
-        self.events.append((f"host {number}", found.begun, found.ended))
+        self.events += host_events(found)
         for row, error in found.errors.items():
             self._fail(row, error)
         self.chosen.update({(number, row): ids for row, ids in found.ids.items()})
-        slots = self._engine.run_plain(layouts.as_slots, found.kv, size=self._config.kv_block)
-        return Pool(slots, self._engine.put(found.counts))
+        return found
+
+    def _pools_of(self, arrived: dict[int, Retrieved | None]) -> dict[int, Pool]:
+        """Pools of what arrived for some layers; without rows where nothing did."""
+        there = {n: (found.kv, found.counts) for n, found in arrived.items() if found is not None}
+        rows = self._engine.put(tuple(there.values()))
+        size, batch = self._config.kv_block, len(self.requests)
+        made = self._engine.run_plain(layouts.as_pools, rows, size=size)
+        pools = dict(zip(there, made, strict=True))
+        for number in arrived.keys() - there.keys():
+            empty = self._engine.run_plain(layouts.empty_pool, layout=self.layout, batch=batch)
+            pools[number] = empty
+        return pools
 
     def _fail(self, row: int, error: Exception) -> None:
         request = self.requests[row]
@@ -277,12 +301,11 @@ class HeraldSession:
 
     def _swap(self, ahead: dict[int, Future[Retrieved]], spans: Sequence[Span]) -> None:
         """The rows chosen for the next block take the place of those of the last."""
-        pools = list(self.pools)
-        self.pools = ()
-        while ahead:  # layer by layer the old rows make room for the new
-            number = min(ahead)
-            pools[number] = None
-            pools[number] = self._wait(number, ahead.pop(number), spans)
+        arrived = {n: self._arrival(n, asked, spans) for n, asked in ahead.items()}
+        pools: list[Pool | None] = [None] * self.layout.layers
+        self.pools = ()  # before the new ones are made
+        for number, pool in self._pools_of(arrived).items():
+            pools[number] = pool
         self.pools = tuple(pools)
 
     def _settle_commits(self) -> None:

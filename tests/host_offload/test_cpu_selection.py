@@ -16,7 +16,6 @@ from host_offload.cpu_selection import (
     covering_count,
     quantise_rows,
     recall,
-    top_rows,
 )
 
 CASES = Path(__file__).parents[1] / "data" / "block_diffusion" / "herald_select"
@@ -65,17 +64,22 @@ def test_equals_cases(path: Path):
             np.testing.assert_allclose(scores[ids[head]].sum(), scores[right].sum(), rtol=1e-5)
 
 
-def test_top_rows_prefers_low_rows_among_equals():
-    rng = np.random.default_rng(0)
-    scores = rng.integers(0, 6, 200).astype(np.float32)
-    for count in (0, 1, 37, 199, 200, 300):
-        order = np.lexsort((np.arange(200), -scores))[:count]
-        np.testing.assert_array_equal(top_rows(scores, count), np.sort(order))
+@pytest.mark.parametrize("values", [6, 4000])
+@pytest.mark.parametrize("size", [200, 4096])
+def test_low_rows_are_preferred_among_equals(size: int, values: int):
+    """Whatever share is chosen; of many scores a sample says where the chosen ones begin."""
+    scores = np.random.default_rng(0).integers(0, values, (3, size)).astype(np.float32)
+    scores[2] = np.sort(scores[2] ** 3)  # no sample is like the whole
+    for count in (0, 1, 37, 199, size - 1, size, size + 9):
+        ids = choose_rows(scores, count)
+        for head, chosen in zip(scores, ids, strict=True):
+            order = np.lexsort((np.arange(size), -head))[:count]
+            np.testing.assert_array_equal(chosen, np.sort(order))
 
 
 def test_score_that_is_not_a_number_is_refused():
     with pytest.raises(FloatingPointError, match="NaN"):
-        top_rows(np.array([1.0, np.nan, 0.5], np.float32), 1)
+        choose_rows(np.array([[1.0, 0.2, 0.1], [1.0, np.nan, 0.5]], np.float32), 1)
 
 
 def test_runs_are_chosen_whole_by_their_sum():

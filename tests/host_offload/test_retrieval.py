@@ -28,7 +28,9 @@ def store() -> RowStore:
 @pytest.fixture
 def retrieval(store: RowStore) -> Iterator[Retrieval]:
     selector = CpuSelector(SelectionRule(shortlist=8.0), 0.25)
-    with Retrieval(store, selector, ROWS, GRANULE, jax.devices()[0], workers=2) as made:
+    with Retrieval(
+        store, selector, ROWS, GRANULE, jax.devices()[0], workers=2, quantised=True
+    ) as made:
         yield made
 
 

@@ -1,4 +1,4 @@
-"""Block diffusion: quality of samples, speed, and HERALD."""
+"""Block diffusion: quality of samples, and speed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import pathlib
 from typing import TYPE_CHECKING
 
-from sparda_jax.commands.benchmarks.publish import progress, publish
+from sparda_jax.commands.benchmarks.publish import publish
 
 if TYPE_CHECKING:
     from sparda_jax.commands.benchmarks.publish import Commands
@@ -62,56 +62,8 @@ def _diffusion_speed(arguments: argparse.Namespace) -> None:
     publish(arguments, rows, DIFFUSION_NOTES)
 
 
-HERALD_NOTES = (
-    "Random weights and one random prompt for all requests, bfloat16; turns in which every request "
-    "gets one block in U denoising forwards and a commit, after a turn that compiles. limit_tok_s: "
-    "the cost model's, of which the target is 85 %."
-)
-
-
-def _herald(arguments: argparse.Namespace) -> None:
-    import dataclasses
-
-    import jax.numpy as jnp
-
-    from host_offload.cpu_selection import SelectionRule
-    from sparda_jax.config import ModelConfig
-    from sparda_jax.evaluation import herald_benchmark
-    from sparda_jax.herald.config import Budget, HeraldConfig
-    from sparda_jax.herald.cost import H200
-    from sparda_jax.models.decoder import Decoder
-
-    machine = dataclasses.replace(
-        H200, device_bytes=arguments.device_gb * 1e9, host_bytes=arguments.host_gb * 2**30
-    )
-    plan = herald_benchmark.Plan(
-        context=arguments.context,
-        steps=arguments.steps,
-        turns=arguments.turns,
-        modes=tuple(arguments.modes),
-        batches=tuple(arguments.batches),
-        machine=machine,
-    )
-    config = HeraldConfig(
-        budget=Budget(arguments.budget_share),
-        rule=SelectionRule(run=arguments.run_length),
-        quantised_keys=arguments.int8_keys,
-        prefill_chunk=arguments.chunk,
-        workers=arguments.workers,
-    )
-    preset = ModelConfig.preset(arguments.model)
-    if arguments.estimate:
-        herald_benchmark.estimates(preset, config, plan, progress)
-        return
-    model = Decoder.random(preset, dtype=jnp.bfloat16)
-    kind = "int8" if arguments.int8_keys else "bf16"
-    prefix = f"herald/{arguments.model}/{arguments.context // 1024}K/{kind}"
-    rows = herald_benchmark.rows(model, config, plan, prefix=prefix, report=progress)
-    publish(arguments, rows, HERALD_NOTES)
-
-
 def add(commands: Commands, results: argparse.ArgumentParser) -> None:
-    """Adds `diffusion-samples`, `diffusion-speed` and `herald`."""
+    """Adds `diffusion-samples` and `diffusion-speed`."""
     command = commands.add_parser(
         "diffusion-samples", parents=[results], help="quality of a block-diffusion model's samples"
     )
@@ -135,29 +87,3 @@ def add(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument("--contexts", type=int, nargs="+", default=[1024, 16384, 32000])
     command.add_argument("--batches", type=int, nargs="+", default=[1])
     command.add_argument("--steps", type=int, default=20, help="U")
-    command = commands.add_parser(
-        "herald", parents=[results], help="block diffusion, all modes, KV in host memory, on a GPU"
-    )
-    command.add_argument("--model", default="sdar-8b-chat-b32", help="a preset's name")
-    command.add_argument("--context", type=int, default=32768, help="tokens at the end")
-    command.add_argument("--steps", type=int, default=20, help="U, denoising forwards a block")
-    command.add_argument("--turns", type=int, default=4, help="timed, a block of each request each")
-    command.add_argument(
-        "--modes",
-        nargs="+",
-        default=["dense", "mage", "mage_offload", "herald_serial", "herald"],
-        choices=["dense", "mage", "mage_offload", "infinigen", "herald_serial", "herald"],
-        help="what to run",
-    )
-    command.add_argument(
-        "--batches", type=int, nargs="*", default=[], help="requests (default: the model's best)"
-    )
-    command.add_argument("--budget-share", type=float, default=0.05, help="of the prefix")
-    command.add_argument("--run-length", type=int, default=1, help="rows chosen together")
-    command.add_argument("--int8-keys", action="store_true", help="scan int8 keys")
-    command.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a prefill call")
-    command.add_argument("--workers", type=int, default=16, help="threads that scan and gather")
-    command.add_argument("--device-gb", type=float, default=80.0, help="10^9 bytes of HBM to use")
-    command.add_argument("--host-gb", type=float, default=200.0, help="GiB of host KV at most")
-    command.add_argument("--estimate", action="store_true", help="print the cost model and end")
-    command.set_defaults(run=_herald)

@@ -10,7 +10,8 @@ import pytest
 from host_offload.cpu_selection import SelectionRule
 from sparda_jax.config import ModelConfig, SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
-from sparda_jax.evaluation.herald_benchmark import chart
+from sparda_jax.evaluation.herald_benchmark import Variant
+from sparda_jax.evaluation.herald_host_benchmark import measured
 from sparda_jax.herald.config import Budget, HeraldConfig
 from sparda_jax.herald.cost import H200, Workload, choose_mode
 from sparda_jax.herald.requests import Request
@@ -108,7 +109,20 @@ def test_request_is_cut_at_stop_tokens_and_the_limit():
     assert request.error is None
 
 
-def test_chart_of_a_turn():
-    lines = chart([("device", 1.0, 3.0), ("host 0", 2.0, 2.5)], columns=10)
-    assert lines[0].startswith("device   |##########")
-    assert lines[1].startswith("host 0   |     ##")
+def test_what_a_benchmark_is_asked_for():
+    variant = Variant.parse("herald:int8,run4,all,B6")
+    assert (variant.name, variant.batch) == ("herald_int8_run4_all", 6)
+    config = dataclasses.replace(variant, every_query=False).applied(HeraldConfig())
+    assert config.quantised_keys and config.rule.run == 4 and config.queries is None
+    for text in ("heralds", "herald:int4"):
+        with pytest.raises(ValueError, match=text.split(":")[-1]):
+            Variant.parse(text)
+
+
+def test_measured_rates_take_the_place_of_assumed_ones():
+    rows = [
+        {"name": "herald_host/x/32K/scan/bf16/threads8", "median": 60.0},
+        {"name": "herald_host/x/32K/scan/bf16/threads16", "median": 70.0},
+        {"name": "herald_host/x/32K/gather/run4/threads16", "median": 40.0},
+    ]
+    assert measured(rows, H200) == dataclasses.replace(H200, scan_rate=70e9)

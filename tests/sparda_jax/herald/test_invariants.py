@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from host_offload.cpu_selection import CpuSelector, SelectionRule
-from host_offload.retrieval import Retrieval, Span
+from host_offload.retrieval import Retrieval, Span, Staging
 from sparda_jax.config import DiffusionConfig, MoeConfig
 from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.diffusion.masks import block_causal_mask
@@ -197,21 +197,21 @@ def equal(one, other) -> None:
 
 def test_used_buffers_filled_with_nan_change_nothing(base, prompts, herald, monkeypatch):
     """Staging is poisoned before it is filled again: what is stale in it never counts."""
-    fill = Retrieval._retrieve
+    take = Staging.take
 
-    def poisoned(self, layer, queries, spans):
-        for view in self._staging._views:
-            view[:] = np.nan
-        return fill(self, layer, queries, spans)
+    def poisoned(self):
+        number, view = take(self)
+        view[:] = np.nan
+        return number, view
 
-    monkeypatch.setattr(Retrieval, "_retrieve", poisoned)
+    monkeypatch.setattr(Staging, "take", poisoned)
     equal(run(base, prompts), herald)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_delays_change_nothing(base, prompts, herald, monkeypatch, seed):
     rng = random.Random(seed)
-    for name in ("_fill", "_write", "_retrieve"):
+    for name in ("_fill", "_write", "_retrieve", "_send"):
         whole = getattr(Retrieval, name)
 
         def late(self, *args, whole=whole):

@@ -1,0 +1,138 @@
+"""HERALD: speed of every mode, and of the host's side alone."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import TYPE_CHECKING
+
+from sparda_jax.commands.benchmarks.publish import progress, publish
+
+if TYPE_CHECKING:
+    from sparda_jax.commands.benchmarks.publish import Commands
+
+
+HERALD_NOTES = (
+    "Random weights and one random prompt for all requests, bfloat16; turns in which every request "
+    "gets one block in U denoising forwards and a commit, after a turn that compiles. gpu_ms: from "
+    "a turn's begin until all rows had given their block; stall_ms: waited for chosen rows after "
+    "that. limit_...: the cost model's, at the rates that herald-host measured where --host-rates "
+    "names them; target: 85 % of limit_tok_s. Options after a mode: int8 keys, all queries, runs."
+)
+
+
+def _herald(arguments: argparse.Namespace) -> None:
+    import dataclasses
+    import json
+    from collections.abc import Sequence
+
+    import jax.numpy as jnp
+
+    from sparda_jax.config import ModelConfig
+    from sparda_jax.evaluation import herald_benchmark, herald_host_benchmark
+    from sparda_jax.herald.config import Budget, HeraldConfig
+    from sparda_jax.herald.cost import H200
+    from sparda_jax.herald.report import Event
+    from sparda_jax.models.decoder import Decoder
+
+    machine = dataclasses.replace(
+        H200, device_bytes=arguments.device_gb * 1e9, host_bytes=arguments.host_gb * 2**30
+    )
+    if arguments.host_rates:
+        measured = json.loads(arguments.host_rates.read_text())["rows"]
+        machine = herald_host_benchmark.measured(measured, machine)
+    plan = herald_benchmark.Plan(
+        context=arguments.context,
+        steps=tuple(arguments.steps),
+        turns=arguments.turns,
+        variants=tuple(map(herald_benchmark.Variant.parse, arguments.modes)),
+        machine=machine,
+    )
+    config = HeraldConfig(
+        budget=Budget(arguments.budget_share),
+        prefill_chunk=arguments.chunk,
+        workers=arguments.workers,
+    )
+    preset = ModelConfig.preset(arguments.model)
+    if arguments.layers:
+        preset = dataclasses.replace(preset, num_layers=arguments.layers)
+    if arguments.estimate:
+        herald_benchmark.estimates(preset, config, plan, progress)
+        return
+    timelines: dict[str, Sequence[Event]] = {}
+
+    def keep(name: str, events: Sequence[Event]) -> None:
+        timelines[name] = events
+        if arguments.timelines:
+            arguments.timelines.write_text(json.dumps(timelines) + "\n")
+
+    model = Decoder.random(preset, dtype=jnp.bfloat16)
+    prefix = f"herald/{arguments.model}/{arguments.context // 1024}K"
+    rows = herald_benchmark.rows(model, config, plan, prefix=prefix, report=progress, timeline=keep)
+    publish(arguments, rows, HERALD_NOTES)
+
+
+HERALD_HOST_NOTES = (
+    "Random bfloat16 keys and queries in a store of a few layers, through the classes that a "
+    "generation uses.  read: numpy sums the keys, the best of these is the machine's read "
+    "bandwidth; scan: bytes of keys, of_roofline: of that bandwidth; gather: bytes of chosen keys "
+    "and values, read once and written once; retrieval: one request's layer through scan, choice, "
+    "gather and copy, all side by side; ..._thread_ms: of one thread."
+)
+
+
+def _herald_host(arguments: argparse.Namespace) -> None:
+    from sparda_jax.config import ModelConfig
+    from sparda_jax.evaluation import herald_host_benchmark
+
+    plan = herald_host_benchmark.HostPlan(
+        context=arguments.context,
+        batch=arguments.batch,
+        layers=arguments.layers,
+        workers=tuple(arguments.workers),
+        share=arguments.budget_share,
+    )
+    model = ModelConfig.preset(arguments.model)
+    prefix = f"herald_host/{arguments.model}/{arguments.context // 1024}K"
+    publish(arguments, herald_host_benchmark.rows(model, plan, prefix), HERALD_HOST_NOTES)
+
+
+def add(commands: Commands, results: argparse.ArgumentParser) -> None:
+    """Adds `herald` and `herald-host`."""
+    command = commands.add_parser(
+        "herald", parents=[results], help="block diffusion, all modes, KV in host memory, on a GPU"
+    )
+    command.add_argument("--model", default="sdar-8b-chat-b32", help="a preset's name")
+    command.add_argument("--context", type=int, default=32768, help="tokens at the end")
+    command.add_argument("--layers", type=int, help="of the model (default: all)")
+    command.add_argument(
+        "--steps", type=int, nargs="+", default=[20], help="U, denoising forwards a block"
+    )
+    command.add_argument("--turns", type=int, default=4, help="timed, a block of each request each")
+    command.add_argument(
+        "--modes",
+        nargs="+",
+        metavar="MODE[:OPTION,...]",
+        default=["dense", "mage", "herald", "herald:int8", "herald_serial:int8", "mage_offload"],
+        help="what to run; options: int8, all (queries), run4 (8, 16), B6 (requests; default: the "
+        "cost model's best)",
+    )
+    command.add_argument("--budget-share", type=float, default=0.05, help="of the prefix")
+    command.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a prefill call")
+    command.add_argument("--workers", type=int, default=16, help="threads that scan and gather")
+    command.add_argument("--device-gb", type=float, default=80.0, help="10^9 bytes of HBM to use")
+    command.add_argument("--host-gb", type=float, default=200.0, help="GiB of host KV at most")
+    command.add_argument("--host-rates", type=pathlib.Path, help="a results file of herald-host")
+    command.add_argument("--timelines", type=pathlib.Path, help="JSON: events of the last turns")
+    command.add_argument("--estimate", action="store_true", help="print the cost model and end")
+    command.set_defaults(run=_herald)
+    command = commands.add_parser(
+        "herald-host", parents=[results], help="the host's scan, choice and gather, no model"
+    )
+    command.add_argument("--model", default="sdar-8b-chat-b32", help="whose KV heads")
+    command.add_argument("--context", type=int, default=32768, help="rows of each request")
+    command.add_argument("--batch", type=int, default=6, help="requests")
+    command.add_argument("--layers", type=int, default=4, help="of the store")
+    command.add_argument("--workers", type=int, nargs="+", default=[8, 16, 32], help="threads")
+    command.add_argument("--budget-share", type=float, default=0.05, help="of the rows, chosen")
+    command.set_defaults(run=_herald_host)
