@@ -12,3 +12,11 @@ CONCURRENT_OPTIONS: dict[str, str | int] = {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_graph_min_graph_size": 1,
 }
+
+# Added on several devices: their sums join the graph. Left out of it, each would cut it in two, and
+# a copy could run beside what lies between two of them only. The rest of the list is XLA's default.
+COLLECTIVE_OPTIONS: dict[str, str | int] = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES"
+    ),
+}

@@ -52,12 +52,14 @@ class TensorHeader(NamedTuple):
     Attributes:
         shape: as stored, `[out, in]` for projections.
         dtype: numpy's name of it.
-        file: where it lies, for messages.
+        file: where it lies.
+        start: its first byte there.
     """
 
     shape: tuple[int, ...]
     dtype: str
     file: str = ""
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -218,8 +220,10 @@ def assemble(
     values: dict[Path, jax.Array] = {}
     broken: dict[str, list[jax.Array]] = {}
     flying: deque[tuple[int, jax.Array]] = deque()
-    # In the order of the files, so that each is opened once.
-    for path in sorted(where, key=lambda path: source.headers[where[path].names[0]].file):
+    # In the order of the files, so that each is opened once and read from front to back.
+    headers = source.headers
+    place_in_files = {path: headers[where[path].names[0]][2:] for path in where}
+    for path in sorted(where, key=place_in_files.__getitem__):
         abstract, stored = parameters[path].get_value(), where[path]
         sharding = None if place is None else place(path, abstract.shape)
         value, flags = _load(source, stored, abstract, sharding, progress)
@@ -317,7 +321,8 @@ def _convert(array: jax.Array, dtype: jnp.dtype, transpose: bool) -> tuple[jax.A
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _as_parameter(array: jax.Array, dtype: jnp.dtype, transpose: bool) -> jax.Array:
-    return (array.swapaxes(-1, -2) if transpose else array).astype(dtype)
+    # Always a new array: on a CPU the argument may be the pages of the file.
+    return jnp.copy(array.swapaxes(-1, -2) if transpose else array).astype(dtype)
 
 
 @partial(jax.jit, static_argnums=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from sparda_jax.config import ModelConfig
 from sparda_jax.models.decoder import Decoder
 
 _INDEX = "model.safetensors.index.json"
+_FREE_FORM = "__metadata__"
+# Bytes behind a tensor that are asked of the disk while it is read.
+_AHEAD = 512 << 20
 _DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -91,8 +96,7 @@ class SafetensorsSource:
                 if name in self.headers:
                     raise ValueError(f"{name} is in {self.headers[name].file} and in {file.name}")
                 self.headers[name] = header
-        self._open = contextlib.ExitStack()
-        self._file: tuple[str, Any] = ("", None)
+        self._file: tuple[str, mmap.mmap | None] = ("", None)
 
     @property
     def nbytes(self) -> int:
@@ -101,21 +105,33 @@ class SafetensorsSource:
         return sum(header.nbytes for header in headers if header.dtype in SOURCE_DTYPES)
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Part of a tensor."""
-        file = self.headers[name].file
-        if self._file[0] != file:
-            # The pages of a mapped file count as this process's memory until it is closed.
-            self._open.close()
-            self._file = (file, self._open.enter_context(_open(self.directory / file)))
-        part: np.ndarray = self._file[1].get_slice(name)[index]
-        return part
+        """Part of a tensor: a read-only view of the file, valid as long as the file is unchanged.
+
+        What follows in the file is asked for ahead, so that a disk is not waited for page by page.
+        """
+        header = self.headers[name]
+        if self._file[0] != header.file:
+            # The pages of a mapped file count as this process's memory as long as it is mapped.
+            self._file = (header.file, _map(self.directory / header.file))
+        mapped = self._file[1]
+        assert mapped is not None
+        first = header.start // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(header.start + header.nbytes + _AHEAD, len(mapped))
+        mapped.madvise(mmap.MADV_WILLNEED, first, last - first)
+        count, dtype = math.prod(header.shape), jnp.dtype(header.dtype)
+        whole = np.frombuffer(mapped, dtype, count, header.start).reshape(header.shape)
+        return whole[index] if whole.flags.aligned else np.array(whole[index])
 
     def __enter__(self) -> SafetensorsSource:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open.close()
         self._file = ("", None)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -186,33 +202,40 @@ def _open(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _what_is_cut(path: Path) -> str | None:
-    """The first tensor that reaches past the end of a file whose header can still be read."""
+def _byte_ranges(path: Path) -> dict[str, tuple[int, int]] | None:
+    """First and last byte of each tensor by a file's header; None where that cannot be read."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(min(length, 1 << 28))  # a damaged length is not believed
     start = 8 + length
     try:
-        header = json.loads(text)
-        ends = {n: t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"}
+        offsets = {n: t["data_offsets"] for n, t in json.loads(text).items() if n != _FREE_FORM}
+        return {name: (start + first, start + end) for name, (first, end) in offsets.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    size = path.stat().st_size
-    cut = [name for name, end in sorted(ends.items(), key=lambda e: e[1]) if start + end > size]
+
+
+def _what_is_cut(path: Path) -> str | None:
+    """The first tensor that reaches past the end of a file whose header can still be read."""
+    size, ranges = path.stat().st_size, _byte_ranges(path) or {}
+    cut = [name for name, (_, end) in sorted(ranges.items(), key=lambda r: r[1]) if end > size]
     if not cut:
         return None
-    return f"{cut[0]} ends at byte {start + ends[cut[0]]}, found {size} ({len(cut)} tensors cut)"
+    return f"{cut[0]} ends at byte {ranges[cut[0]][1]}, found {size} ({len(cut)} tensors cut)"
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Shapes and dtypes of one file's tensors."""
+    """Shapes, dtypes and places of one file's tensors."""
     with _open(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        ranges = _byte_ranges(path)
+        assert ranges is not None  # the library has read it
         return {
             name: TensorHeader(
                 tuple(part.get_shape()),
                 _DTYPE_NAMES.get(part.get_dtype(), part.get_dtype()),
                 path.name,
+                ranges[name][0],
             )
             for name, part in slices.items()
         }

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from host_offload import overlap
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.spmd import split
 from sparda_jax.models.decoder import Decoder, DecoderLayer
@@ -45,6 +46,8 @@ class Program:
         self._mesh = mesh
         self._function, self._donate = function, tuple(donate)
         self._options = None if options is None else dict(options)
+        if self._options is not None and mesh is not None:
+            self._options |= overlap.COLLECTIVE_OPTIONS
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self.compilations = 0
         self.compile_seconds = 0.0

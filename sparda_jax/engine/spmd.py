@@ -169,7 +169,21 @@ class SplitHostPool(host_pool.HostPool):
             check_vma=False,
         )
         places = host_pool.PoolLayer(self._host)  # type: ignore[arg-type]
-        self._write_back = jax.jit(write, donate_argnums=0, out_shardings=places)
+        self._jitted = jax.jit(
+            write,
+            donate_argnums=0,
+            in_shardings=(places, sharding(mesh, HEADS), sharding(mesh, ROWS)),
+            out_shardings=places,
+        )
+        self._compiled: jax.stages.Compiled | None = None
+        self._write_back = self._write_parts  # type: ignore[assignment]
+
+    def _write_parts(self, *args: Any) -> host_pool.PoolLayer:
+        """Compiled with types that say nothing of host memory; see `programs.Program`."""
+        if self._compiled is None:
+            types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+            self._compiled = self._jitted.lower(*types).compile()
+        return cast(host_pool.PoolLayer, self._compiled(*args))
 
 
 def share(plan: BatchPlan, mesh: Mesh | None) -> BatchPlan:

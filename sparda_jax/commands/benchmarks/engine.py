@@ -170,6 +170,16 @@ def _serving(arguments: argparse.Namespace) -> None:
     publish(arguments, rows, SERVING_NOTES)
 
 
+LOADING_NOTES = (
+    "Random weights under a preset's names, in shards of 5 GiB; each figure once. load: files in "
+    "the page cache as they were written, or (cold) evicted before; read: the first shard into a "
+    "buffer, cached or cold; copy: 1 GiB to the device, plain or pinned. peak_host: over what was "
+    "used before, the pages of the one mapped shard in it; peak_device: of the process so far. "
+    "prefill, decode: sparda, offloaded, random Forecast, the same settings on all devices; a "
+    "prefill after one that compiles and pins; decode calls of 8 steps, the first quarter left out."
+)
+
+
 def _loading(arguments: argparse.Namespace) -> None:
     from sparda_jax.evaluation import loading_benchmark
 
@@ -179,14 +189,9 @@ def _loading(arguments: argparse.Namespace) -> None:
         devices=arguments.devices,
         context=arguments.context,
         batch=arguments.batch,
+        cold=arguments.cold,
     )
-    publish(
-        arguments,
-        rows,
-        "Random weights under a preset's names, in shards of 5 GiB, once each. read: all shards "
-        "into a buffer just before; copy: a plain array to the device. peak_host: over what was "
-        "used before. Decode: sparda, offloaded, random Forecast, 64 tokens.",
-    )
+    publish(arguments, rows, LOADING_NOTES)
 
 
 def _add_decode(commands: Commands, results: argparse.ArgumentParser) -> None:
@@ -278,6 +283,7 @@ def _add_loading(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument("--devices", type=int, default=1, help="that share the heads")
     command.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
     command.add_argument("--batch", type=int, default=4, help="requests")
+    command.add_argument("--cold", action="store_true", help="also load with the files evicted")
     command.set_defaults(run=_loading)
 
 
