@@ -16,9 +16,12 @@ DIFFUSION_NOTES = (
     "samples/...: continuations of held-out text; perplexity under the causal model, given the "
     "prompt; target: 1.5 times that of the causal model's own samples at the same temperature; "
     "distinct_n: distinct n-grams of a continuation by all of them, mean; n: continuations; "
-    "steps_pX: percentiles of denoising forwards a block, the commit aside.  block_diffusion/...: "
-    "random weights and caches, one block per request, U steps and a commit, wall clock of the "
-    "call; of_roofline: the sum over operations of the larger of bytes and FLOPs, over the step."
+    "steps_pX: percentiles of denoising forwards a block, the commit aside; .../speed: decode of "
+    "all of them at once, the second time.  block_diffusion/MODEL/CONTEXT/BATCH/U: random weights "
+    "and caches, one block per request, U steps and a commit, wall clock of the call; "
+    "step_over_floor: of a forward, floor: the sum over operations of the larger of bytes at the "
+    "rate of a copy and FLOPs at that of a large product, both measured in the same run, experts "
+    "counted; busy: share of a call in which a kernel or copy runs, with the profiler on."
 )
 
 
@@ -48,17 +51,16 @@ def _diffusion_samples(arguments: argparse.Namespace) -> None:
 
 def _diffusion_speed(arguments: argparse.Namespace) -> None:
     from sparda_jax.config import ModelConfig
-    from sparda_jax.evaluation import block_diffusion_benchmark as benchmark
-    from sparda_jax.presets import PRESETS
+    from sparda_jax.evaluation.block_diffusion_speed import Rates, SpeedPlan, speed_rows
 
-    config = ModelConfig.from_huggingface(PRESETS[arguments.model])
-    rows = benchmark.speed_rows(
+    plan = SpeedPlan(
         arguments.model,
-        config,
         arguments.contexts,
         arguments.batches,
-        steps=arguments.steps,
+        arguments.steps,
+        arguments.repetitions,
     )
+    rows = speed_rows(ModelConfig.preset(arguments.model), plan, Rates.measured())
     publish(arguments, rows, DIFFUSION_NOTES)
 
 
@@ -87,3 +89,4 @@ def add(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument("--contexts", type=int, nargs="+", default=[1024, 16384, 32000])
     command.add_argument("--batches", type=int, nargs="+", default=[1])
     command.add_argument("--steps", type=int, default=20, help="U")
+    command.add_argument("--repetitions", type=int, default=5, help="timed blocks of a request")
