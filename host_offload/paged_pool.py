@@ -92,6 +92,11 @@ class PagedPool(HostPool):
         for index in range(resident, num_layers):
             self.store_layer(index, empty())
 
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
     def _run(
         self, function: Callable[..., Any], args: Sequence[Any], out: Any, **options: Any
     ) -> Any:

@@ -218,7 +218,9 @@ class Rows(Batch):
     @property
     def compilations(self) -> tuple[int, float]:
         """Programs compiled so far, and seconds that it took."""
-        return self._engine.programs.compilations, self._engine.programs.compile_seconds
+        programs = self._engine.programs
+        copies = 0 if self._pool is None else self._pool.compilations
+        return programs.compilations + copies, programs.compile_seconds
 
     def close(self) -> None:
         """Nothing to end."""

@@ -76,6 +76,8 @@ class Scheduler:
         self._owners: list[Handle | None] = [None] * self.rows.batch
         self._queue: collections.deque[Handle] = collections.deque()
         self._prefill: _Prefill | None = None
+        self._at_work: jax.Array | None = None  # there when the last unit dispatched is done
+        self._since, self._unit_seconds = 0.0, 0.0  # when it began; what the one before took
         self._numbers = itertools.count()
         self._accepting, self._ending = True, False
         self._cancelled: list[Handle] = []
@@ -276,7 +278,7 @@ class Scheduler:
             row = self._owners.index(handle)
             if self._prefill is not None and self._prefill.handle is handle:
                 self._prefill.work.close()
-                self._prefill = None
+                self._prefill = self._at_work = None
             else:
                 self.rows.remember(row, handle.prompt, handle.tokens)
             self._owners[row] = None
@@ -286,27 +288,45 @@ class Scheduler:
 
     def _run_prefill(self) -> None:
         """Units of prefill, as many as fit in the time; at least one, if there is any."""
-        stalled, last = 0.0, 0.0
+        begun, units, busy = time.perf_counter(), 0, bool(self.rows.active.any())
         while self._prefill is not None or self._admit():
-            if self.rows.active.any() and last and stalled + last > self.config.prefill_seconds:
+            # When the next unit is dispatched, the one before is at work.
+            expected = time.perf_counter() - begun + min(units + 1, 2) * self._unit_seconds
+            if units and self.rows.active.any() and expected > self.config.prefill_seconds:
                 break
-            begun, busy = time.perf_counter(), bool(self.rows.active.any())
             self._unit()
-            last = time.perf_counter() - begun
-            stalled += last if busy else 0.0
-            self.counters.prefill_seconds += last
+            units += 1
             if self._cancelled or self._ending:
                 break
-        self.counters.stalls += stalled
+        self._wait_for_unit()
+        if units:
+            seconds = time.perf_counter() - begun
+            self.counters.prefill_seconds += seconds
+            self.counters.stalls += seconds if busy else 0.0
+
+    def _wait_for_unit(self) -> None:
+        """Until the unit at work is done."""
+        if self._at_work is not None:
+            current, self._at_work = self._at_work, None
+            current.block_until_ready()
+            now = time.perf_counter()
+            self._unit_seconds, self._since = now - self._since, now
 
     def _unit(self) -> None:
-        """One unit of the prompt at work; what goes wrong in it ends that request alone."""
+        """Dispatches a unit of the prompt at work and waits for the one before.
+
+        So the device goes from one to the next. What goes wrong ends that request alone.
+        """
         assert self._prefill is not None
         current, row = self._prefill, self._prefill.row
+        if self._at_work is None:
+            self._since = time.perf_counter()
         try:
-            next(current.work).block_until_ready()
+            following = next(current.work)
+            self._wait_for_unit()
+            self._at_work = following
         except StopIteration as stop:
-            self._prefill = None
+            self._prefill = self._at_work = None
             current.handle.phase = "decode"
             self.counters.prompt_tokens += len(current.handle.prompt)
             self.counters.cached_tokens += current.handle.cached_tokens

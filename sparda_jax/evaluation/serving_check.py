@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,6 +22,7 @@ from sparda_jax.config import (
 from sparda_jax.engine.generate import Engine
 from sparda_jax.engine.requests import Handle, Result
 from sparda_jax.engine.scheduler import Scheduler
+from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 
@@ -154,6 +157,78 @@ def check_round(scheduler: Scheduler, alone: Scheduler, requests: Sequence[Asked
         expected = alone.submit(*asked).result()
         wrong += [f"request {number}: {text}" for text in differences(result, expected)]
     return Outcome(results, wrong)
+
+
+# Allocators keep some of what they were given; more than this in half an hour would be a leak.
+SLACK_MIB = 64
+
+
+def resident_mib() -> float:
+    """Memory of this process that is in RAM, MiB."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@dataclasses.dataclass
+class Soak:
+    """Many rounds, and what memory and programs did meanwhile.
+
+    Attributes:
+        name: of the rows.
+        scheduler: that runs them together.
+        requests: so far.
+        wrong: everything that should not be.
+        seconds: that it took.
+        memory: resident after each round, MiB.
+        programs: compiled so far, after each round.
+        reasons: how many requests ended by each.
+    """
+
+    name: str
+    scheduler: Scheduler
+    requests: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    memory: list[float] = dataclasses.field(default_factory=list)
+    programs: list[int] = dataclasses.field(default_factory=list)
+    reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, outcome: Outcome, seconds: float) -> None:
+        """Counts a round that ended so many seconds after the beginning."""
+        self.requests += len(outcome.results)
+        self.wrong += outcome.wrong
+        self.seconds = seconds
+        self.reasons.update(result.finish_reason for result in outcome.results)
+        self.memory.append(resident_mib())
+        self.programs.append(self.scheduler.rows.compilations[0])
+
+    def line(self) -> str:
+        """Where it stands."""
+        counts = f"{self.requests} requests in {self.seconds:.0f} s, {self.memory[-1]:.0f} MiB"
+        return f"{counts}, {self.programs[-1]} programs, {len(self.wrong)} wrong"
+
+    def rows(self) -> Iterator[Row]:
+        """For a results file; growth counts from the second round, as the first compiles."""
+        memory, programs = self.memory[1:] or self.memory, self.programs[1:] or self.programs
+        counters = self.scheduler.counters
+        details = {
+            "seconds": self.seconds,
+            "cancelled_share": self.reasons["cancelled"] / self.requests,
+            "tokens": float(counters.tokens),
+            "cached_tokens": float(counters.cached_tokens),
+        }
+        count = Timing.exact(self.requests)
+        yield Row(f"{self.name}/requests", count, "requests", "higher", details=details)
+        wrong = Timing.exact(len(self.wrong), self.requests)
+        yield Row(f"{self.name}/wrong", wrong, "findings", "lower", target=0)
+        yield Row(f"{self.name}/resident_memory", Timing.of(memory), "MiB", "lower")
+        grown = Timing.exact(memory[-1] - memory[0], len(memory))
+        yield Row(f"{self.name}/memory_growth", grown, "MiB", "lower", target=SLACK_MIB)
+        new = Timing.exact(programs[-1] - programs[0], len(programs))
+        details = {"programs": float(programs[-1])}
+        yield Row(
+            f"{self.name}/program_growth", new, "programs", "lower", target=0, details=details
+        )
 
 
 def tiny_engine(mode: Mode, offload: Offload, length: int) -> Engine:

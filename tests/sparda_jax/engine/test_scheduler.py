@@ -198,12 +198,12 @@ def test_a_pool_of_few_pages_serves_as_many_requests_as_it_holds(scheduler_of, m
     engine = make_engine(
         **SMALL, top_logprobs=2, host_kv_bytes=whole.rows.plan.host_kv_bytes // ROWS // 2 * 3
     )
-    scheduler = Scheduler(engine, SchedulerConfig(rows=ROWS))
+    scheduler = Scheduler(engine, SchedulerConfig(rows=ROWS, prefill_seconds=60))
     assert scheduler.rows.blocks == 18
     rng = np.random.default_rng(8)
     stem = rng.integers(0, 97, 60).tolist()
     asked = [(rng.integers(0, 97, size).tolist(), greedy(10)) for size in (30, 20, 25, 80, 80, 10)]
-    asked += [(stem + [number], greedy(4)) for number in range(3)]
+    asked += [(stem + [number], greedy(12)) for number in range(3)]
     handles = [scheduler.submit(*each) for each in asked]
     most, together, shared = 0, 0, False
     while scheduler.step():
