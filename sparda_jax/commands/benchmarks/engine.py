@@ -124,10 +124,12 @@ def _prefill(arguments: argparse.Namespace) -> None:
 
 
 SERVING_NOTES = (
-    "Random weights and tokens, greedy, answers of a fixed length. offline: one batch through "
-    "Engine.generate, prefill included. saturated: all requests there at once, one prompt at a "
-    "time prefilled between decode calls; load0.5: Poisson arrivals at half that request rate. "
-    "prefix: two questions about one document, time to first token."
+    "Random weights and tokens, greedy, answers of a fixed length; sparda, KV in a host pool. "
+    "saturated: all requests there at once, one prompt at a time prefilled between decode calls; "
+    "load0.5: Poisson arrivals at half that request rate, times from the arrival on. token: from "
+    "the first to the last token, for each after the first; piece_gap: between two decode calls' "
+    "tokens. prefix: two questions about one document, time to first token. offline: as many "
+    "prompts as rows in one batch through Engine.generate, prefill and decode, no compile time."
 )
 
 
@@ -141,32 +143,35 @@ def _serving(arguments: argparse.Namespace) -> None:
     from sparda_jax.models.decoder import Decoder
 
     shape, dtype = ModelConfig.preset(arguments.model), jnp.dtype("bfloat16")
+    sparse = _sparse(arguments)
+    load = serving_benchmark.Load(
+        prompt=arguments.context,
+        answer=arguments.answer,
+        requests=arguments.requests,
+        rows=arguments.rows,
+        prefill_seconds=arguments.prefill_ms / 1000,
+        rates=arguments.load,
+        arrivals=arguments.arrivals,
+        document=arguments.document,
+        offline=arguments.offline,
+    )
+    size = sparse.geometry.block_size
+    block = 2 * shape.num_layers * shape.num_kv_heads * size * shape.head_dim * dtype.itemsize
+    blocks = max(load.rows * -(-(load.prompt + load.answer) // size), 2 * -(-load.length // size))
     config = EngineConfig(
         mode="sparda",
         offload="host",
         prefill_chunk=arguments.chunk,
-        max_length=max(arguments.context + arguments.answer, arguments.document + 256),
+        max_length=load.length,
+        host_kv_bytes=blocks * block,
     )
     engine = Engine(
         Decoder.random(shape, dtype=dtype),
-        sparse=_sparse(arguments),
+        sparse=sparse,
         config=config,
         forecast=Forecast.random(shape, dtype=dtype),
     )
-    rows = serving_benchmark.rows(
-        engine,
-        serving_benchmark.Load(
-            arguments.context,
-            arguments.answer,
-            arguments.requests,
-            arguments.rows,
-            arguments.prefill_ms / 1000,
-        ),
-        arguments.load,
-        arguments.document,
-        f"serving/{arguments.model}",
-        progress,
-    )
+    rows = serving_benchmark.rows(engine, load, f"serving/{arguments.model}", progress)
     publish(arguments, rows, SERVING_NOTES)
 
 
@@ -261,13 +266,20 @@ def _add_serving(commands: Commands, results: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--model", default="minicpm4.1-8b", help="a preset's name")
     command.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
-    command.add_argument("--answer", type=int, default=256, help="tokens of each answer")
-    command.add_argument("--requests", type=int, default=32, help="of each measurement")
-    command.add_argument("--rows", type=int, default=16, help="requests at the same time")
-    command.add_argument("--chunk", type=int, default=512, help="tokens of a prefill chunk")
-    command.add_argument("--prefill-ms", type=float, default=50, help="between two decode calls")
+    command.add_argument("--answer", type=int, default=128, help="tokens of each answer")
+    command.add_argument("--requests", type=int, default=16, help="at saturation")
+    command.add_argument("--rows", type=int, default=8, help="requests at the same time")
+    command.add_argument("--chunk", type=int, default=1024, help="tokens of a prefill chunk")
+    command.add_argument("--prefill-ms", type=float, default=400, help="between two decode calls")
     command.add_argument(
         "--load", type=float, nargs="*", default=[0.5, 0.8], help="shares of the saturated rate"
+    )
+    command.add_argument("--arrivals", type=int, default=10, help="requests at each of these rates")
+    command.add_argument(
+        "--offline",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also the same prompts through Engine.generate",
     )
     command.add_argument("--document", type=int, default=65536, help="asked about twice; 0: none")
     _add_sparse(command)
