@@ -12,10 +12,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sparda_jax.checkpoints.load import load_checkpoint
+from sparda_jax.checkpoints.names import Path as ParameterPath
+from sparda_jax.checkpoints.names import Stored
 from sparda_jax.checkpoints.progress import LoadReport
-from sparda_jax.checkpoints.safetensors import read_json
+from sparda_jax.checkpoints.safetensors import SafetensorsSource, read_json
 from sparda_jax.config import ModelConfig, SparseConfig
-from sparda_jax.forecast.files import load_forecast, load_own_forecast
+from sparda_jax.forecast.files import Waiting
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.huggingface_policy import parse_sparse_config
 from sparda_jax.models.decoder import Decoder
@@ -78,11 +80,21 @@ def from_pretrained(
     Raises:
         FileNotFoundError: nothing of that name, or a part of it is missing.
         ValueError: damaged files; weights that do not fit the config or, a Forecast, the model; a
-            mesh that does not divide the model; too little memory. One line, and but for the
-            Forecast before anything is read.
+            mesh that does not divide the model; too little memory. One line, before weights are
+            read.
         NotImplementedError: a model this package does not compute.
         ImportError: a hub id or a GGUF without the package that reads it.
     """
+    waiting = Waiting(forecast, verify_base=verify_forecast)
+    policy: list[SparseConfig | None] = [None]
+
+    def look(config: ModelConfig, where: Mapping[ParameterPath, Stored], source: Any) -> None:
+        """What may refuse the checkpoint besides its weights."""
+        if isinstance(source, SafetensorsSource):
+            fields = read_json(source.directory / "config.json") | dict(overrides or {})
+            policy[0] = parse_sparse_config(fields)
+        waiting.look(config, where, source)
+
     loaded = load_checkpoint(
         model,
         dtype=dtype,
@@ -90,14 +102,9 @@ def from_pretrained(
         importance=importance,
         overrides=overrides,
         cache_dir=cache_dir,
+        look=look,
         progress=progress,
     )
-    sparse, own = None, None
-    if loaded.path.is_dir():
-        fields = read_json(loaded.path / "config.json") | dict(overrides or {})
-        sparse = parse_sparse_config(fields)
-        own = load_own_forecast(loaded.path, loaded.model, mesh=mesh)
-    if forecast is not None:
-        own, policy = load_forecast(forecast, loaded.model, verify_base=verify_forecast, mesh=mesh)
-        sparse = policy or sparse
+    own = waiting.build(loaded.model, mesh)
+    sparse = waiting.sparse or policy[0]
     return Pretrained(loaded.model, loaded.tokenizer, own, sparse, loaded.report)

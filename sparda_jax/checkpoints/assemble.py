@@ -42,7 +42,8 @@ _NAMED = 12
 # Bytes on their way to a device before reading waits for them: bounds host memory.
 _IN_FLIGHT = 256 << 20
 
-Index = tuple[slice, ...]
+# Of a part of a tensor: slices, or the places of single values on each axis.
+Index = tuple[slice, ...] | tuple[np.ndarray, ...]
 Place = Callable[[Path, tuple[int, ...]], Sharding]
 
 
@@ -78,6 +79,10 @@ class TensorSource(Protocol):
     def read(self, name: str, index: Index) -> np.ndarray:
         """Part of a tensor."""
         ...
+
+
+# Given the completed config, where each parameter lies, and the checkpoint.
+Look = Callable[[ModelConfig, Mapping[Path, Stored], TensorSource], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +197,7 @@ def assemble(
     check_finite: bool = True,
     mesh: Mesh | None = None,
     importance: bool = True,
+    look: Look | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Decoder:
     """A decoder from a checkpoint's tensors. Forecast tensors are passed over.
@@ -203,6 +209,7 @@ def assemble(
         check_finite: refuse NaN and infinity, also those that arise in the conversion.
         mesh: where to put them; None: whole on the default device.
         importance: False leaves NOSA's importance out, as the published dense variant does.
+        look: called once all is checked, before anything is read; may refuse the checkpoint.
         progress: called with the bytes read, a device shard at a time.
 
     Raises:
@@ -217,6 +224,8 @@ def assemble(
     parameters = dict(flat)
     place = None if mesh is None else place_on(mesh)
     _check_memory(parameters, place)
+    if look is not None:
+        look(config, where, source)
     values: dict[Path, jax.Array] = {}
     broken: dict[str, list[jax.Array]] = {}
     flying: deque[tuple[int, jax.Array]] = deque()
@@ -290,7 +299,22 @@ def _load(
     return jax.make_array_from_single_device_arrays(abstract.shape, sharding, shards), flags
 
 
-def read_parameter(source: TensorSource, stored: Stored, index: Index) -> np.ndarray:
+def read_values(source: TensorSource, stored: Stored, places: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Single values of a parameter, given their places on each of its axes."""
+    if stored.transposed:
+        places = (*places[:-2], places[-1], places[-2])
+    if stored.rows is not None:
+        places = (places[0] + stored.rows[0], *places[1:])
+    if len(stored.names) == 1:
+        return source.read(stored.names[0], places)
+    values = np.empty(places[0].shape, source.headers[stored.names[0]].dtype)
+    for number, name in enumerate(stored.names):
+        here = places[0] == number
+        values[here] = source.read(name, tuple(place[here] for place in places[1:]))
+    return values
+
+
+def read_parameter(source: TensorSource, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
     """The part of a parameter that `index` names, as stored (not transposed)."""
     if stored.transposed:
         index = (*index[:-2], index[-1], index[-2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,12 @@ from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.checkpoints.assemble import (
     SOURCE_DTYPES,
     TensorHeader,
+    TensorSource,
     abstract_parameters,
     located,
-    read_parameter,
+    read_values,
 )
-from sparda_jax.checkpoints.names import FORECAST, published_name
+from sparda_jax.checkpoints.names import FORECAST, Stored, published_name
 from sparda_jax.checkpoints.names import Path as ParameterPath
 from sparda_jax.checkpoints.safetensors import (
     SafetensorsSource,
@@ -70,19 +72,32 @@ def model_fingerprint(model: Decoder) -> str:
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """`model_fingerprint` of a checkpoint folder, a tensor at a time and without a device."""
+    """`source_fingerprint` of a checkpoint folder."""
     with SafetensorsSource(folder) as source:
         config = ModelConfig.from_huggingface(read_json(folder / "config.json"))
-        config, where = located(config, source)
-        shapes = {path: p.shape for path, p in abstract_parameters(config).items()}
+        return source_fingerprint(*located(config, source), source)
 
-        def sample(path: ParameterPath) -> np.ndarray:
-            array = read_parameter(source, where[path], tuple(slice(0, n) for n in shapes[path]))
-            array = array.swapaxes(-1, -2) if where[path].transposed else array
-            step = max(1, array.size // _SAMPLE)
-            return array.reshape(-1)[::step].astype(jnp.bfloat16)
 
-        return _fingerprint(config, [(p, shapes[p], partial(sample, p)) for p in shapes])
+def source_fingerprint(
+    config: ModelConfig, where: Mapping[ParameterPath, Stored], source: TensorSource
+) -> str:
+    """`model_fingerprint` of what a checkpoint holds, without a device or the whole of a tensor.
+
+    Args:
+        config: with nothing left open.
+        where: each parameter lies; both as `located` gives them.
+        source: the checkpoint.
+    """
+    shapes = {path: p.shape for path, p in abstract_parameters(config).items()}
+
+    def sample(path: ParameterPath) -> np.ndarray:
+        size = math.prod(shapes[path])
+        picked = np.arange(0, size, max(1, size // _SAMPLE))
+        return read_values(source, where[path], np.unravel_index(picked, shapes[path])).astype(
+            jnp.bfloat16
+        )
+
+    return _fingerprint(config, [(p, shapes[p], partial(sample, p)) for p in shapes])
 
 
 def _fingerprint(

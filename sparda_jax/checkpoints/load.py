@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sparda_jax.assets import fetch_default_model
-from sparda_jax.checkpoints.assemble import assemble
+from sparda_jax.checkpoints.assemble import Look, assemble
 from sparda_jax.checkpoints.gguf import read_gguf
 from sparda_jax.checkpoints.progress import LoadReport, Progress
 from sparda_jax.checkpoints.safetensors import read_folder
@@ -62,6 +62,7 @@ def load_checkpoint(
     overrides: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
     check_finite: bool = True,
+    look: Look | None = None,
     progress: bool | None = False,
 ) -> Loaded:
     """Loads a model and its tokenizer.
@@ -78,6 +79,8 @@ def load_checkpoint(
             context longer than the model's own (docs/models.md).
         cache_dir: where the default model is kept; None: the user's cache.
         check_finite: refuse NaN and infinity in the weights.
+        look: called with what is known of the checkpoint before its weights are read; see
+            `sparda_jax.checkpoints.assemble`.
         progress: show a line; None: where standard error is a terminal.
 
     Raises:
@@ -97,7 +100,7 @@ def load_checkpoint(
             raise FileNotFoundError(f"no *.safetensors and no *.gguf file in {path}")
         path = files[0]
     if path.is_file():
-        return _load_gguf(path, dtype, mesh, overrides, check_finite, progress)
+        return _load_gguf(path, dtype, mesh, overrides, check_finite, look, progress)
     decoder, report = read_folder(
         path,
         dtype=dtype,
@@ -105,6 +108,7 @@ def load_checkpoint(
         mesh=mesh,
         importance=importance,
         overrides=overrides,
+        look=look,
         progress=progress,
     )
     has_tokenizer = (path / "tokenizer.json").is_file()
@@ -147,12 +151,19 @@ def _load_gguf(
     mesh: Mesh | None,
     overrides: Mapping[str, Any] | None,
     check_finite: bool,
+    look: Look | None,
     progress: bool | None,
 ) -> Loaded:
     checkpoint = read_gguf(path)
     config = ModelConfig.from_huggingface(checkpoint.config | dict(overrides or {}))
     counter = Progress(sum(header.nbytes for header in checkpoint.headers.values()), progress)
     decoder = assemble(
-        config, checkpoint, dtype=dtype, check_finite=check_finite, mesh=mesh, progress=counter
+        config,
+        checkpoint,
+        dtype=dtype,
+        check_finite=check_finite,
+        mesh=mesh,
+        look=look,
+        progress=counter,
     )
     return Loaded(decoder, Tokenizer.from_gguf(checkpoint.tokenizer), path, counter.finish())

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from sparda_jax.checkpoints.assemble import SOURCE_DTYPES, Index, TensorHeader, assemble
+from sparda_jax.checkpoints.assemble import SOURCE_DTYPES, Index, Look, TensorHeader, assemble
 from sparda_jax.checkpoints.progress import LoadReport, Progress
 from sparda_jax.config import ModelConfig
 from sparda_jax.models.decoder import Decoder
@@ -43,6 +43,7 @@ def read_folder(
     mesh: Mesh | None = None,
     importance: bool = True,
     overrides: Mapping[str, Any] | None = None,
+    look: Look | None = None,
     progress: bool | None = False,
 ) -> tuple[Decoder, LoadReport]:
     """Reads a checkpoint folder.
@@ -57,6 +58,7 @@ def read_folder(
         mesh: see `assemble`.
         importance: see `assemble`.
         overrides: fields of `config.json` to read otherwise.
+        look: see `assemble`.
         progress: show a line; None: where standard error is a terminal.
 
     Raises:
@@ -75,6 +77,7 @@ def read_folder(
             check_finite=check_finite,
             mesh=mesh,
             importance=importance,
+            look=look,
             progress=counter,
         )
         return decoder, counter.finish()

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sparda_jax.assets import default_forecast
+from sparda_jax.checkpoints.assemble import TensorSource
 from sparda_jax.checkpoints.forecast import (
     FIRST,
     future_name,
@@ -20,8 +21,12 @@ from sparda_jax.checkpoints.forecast import (
     read_forecast,
     read_own_forecast,
     read_policy,
+    source_fingerprint,
     write_forecast,
 )
+from sparda_jax.checkpoints.names import Path as ParameterPath
+from sparda_jax.checkpoints.names import Stored
+from sparda_jax.checkpoints.safetensors import SafetensorsSource
 from sparda_jax.config import ModelConfig, SparseConfig
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
@@ -106,19 +111,43 @@ def load_forecast(
     return _build(tensors, config, model.dtype if dtype is None else dtype, mesh), sparse
 
 
-def load_own_forecast(folder: Path, model: Decoder, *, mesh: Mesh | None = None) -> Forecast | None:
-    """Projections that lie in a model's own checkpoint; None where there are none.
+class Waiting:
+    """Projections that belong to a checkpoint which is only about to be loaded.
 
     Args:
-        folder: of the checkpoint.
-        model: the decoder loaded from it.
-        mesh: see `load_forecast`.
+        path: as in `load_forecast`; None: those in the checkpoint's own folder, where it has some.
+        verify_base: see `load_forecast`.
 
-    Raises:
-        ValueError: missing or misshapen tensors.
+    Attributes:
+        sparse: the policy they were trained for; None where nothing says.
     """
-    tensors = read_own_forecast(folder, model.config)
-    return None if tensors is None else _build(tensors, model.config, model.dtype, mesh)
+
+    def __init__(self, path: str | Path | None, *, verify_base: bool = True):
+        self._path = default_forecast() if path == "default" else path
+        self._verify = verify_base
+        self._tensors: Mapping[str, np.ndarray] | None = None
+        self.sparse: SparseConfig | None = None
+
+    def look(
+        self, config: ModelConfig, where: Mapping[ParameterPath, Stored], source: TensorSource
+    ) -> None:
+        """Reads them, given the checkpoint; see `sparda_jax.checkpoints.assemble.Look`.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: as `load_forecast`.
+        """
+        if isinstance(source, SafetensorsSource):
+            self._tensors = read_own_forecast(source.directory, config)
+        if self._path is not None:
+            base = source_fingerprint(config, where, source) if self._verify else None
+            self._tensors, self.sparse = read_forecast(self._path, config, base)
+
+    def build(self, model: Decoder, mesh: Mesh | None) -> Forecast | None:
+        """The projections for the loaded model; None where there are none."""
+        if self._tensors is None:
+            return None
+        return _build(self._tensors, model.config, model.dtype, mesh)
 
 
 def _build(

@@ -171,7 +171,7 @@ def fails(error, *messages, **options):
         assert message in text, text
 
 
-def test_forecast_file_of_another_base(folder, tmp_path):
+def test_forecast_file_of_another_base(folder, tmp_path, monkeypatch):
     loaded = sparda_jax.from_pretrained(folder, dtype=jnp.float32)
     path = tmp_path / "forecast.safetensors"
     save_forecast(path, loaded.forecast, loaded.model, SparseConfig(init_blocks=2))
@@ -180,10 +180,12 @@ def test_forecast_file_of_another_base(folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
     save_file(tensors, folder / "model.safetensors")
+    monkeypatch.setattr("sparda_jax.checkpoints.assemble._load", lambda *a: pytest.fail("read"))
     fails(ValueError, f"{path} was trained for another model", model=folder, forecast=path)
 
 
-def test_incomplete_forecast_in_the_checkpoint(folder):
+def test_incomplete_forecast_in_the_checkpoint(folder, monkeypatch):
+    monkeypatch.setattr("sparda_jax.checkpoints.assemble._load", lambda *a: pytest.fail("read"))
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.q_future_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
