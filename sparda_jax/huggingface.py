@@ -47,31 +47,29 @@ _DIFFUSION: dict[str, _DiffusionDefaults] = {
     "llada2": _DiffusionDefaults(None, 32, 156895, (156892,), False),
 }
 
-# Fields that say nothing about a forward pass at inference.
-_IGNORED = frozenset(
-    {
-        "_attn_implementation",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "dtype",
-        "initializer_range",
-        "is_decoder",
-        "is_llama_config",
-        "model_type",
-        "mup_denominator",
-        "pad_token_id",
-        "return_dict",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-    }
-)
+# Fields that say nothing about a forward pass at inference, by reason.
+# fmt: off
+_IGNORED = frozenset({
+    # Who wrote the file, with what, for which classes; how weights are kept and attention is run.
+    "_attn_implementation", "_commit_hash", "_name_or_path", "architectures", "auto_map",
+    "chunk_size_feed_forward", "dtype", "finetuning_task", "id2label", "is_decoder",
+    "is_llama_config", "label2id", "model_type", "mup_denominator", "prefix", "problem_type",
+    "return_dict", "task_specific_params", "tokenizer_class", "torch_dtype",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+    "use_cache",
+    # Training: start values, dropout, losses beside the main one.
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "gradient_checkpointing",
+    "hidden_dropout", "initializer_range", "output_dropout", "resid_pdrop", "residual_dropout",
+    "router_aux_loss_coef",
+    # Tokens and defaults of generation, which older releases wrote into every file.
+    "bad_words_ids", "begin_suppress_tokens", "cls_token_id", "decoder_start_token_id",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "pad_token_id", "repetition_penalty",
+    "sep_token_id", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p", "unk_token_id",
+})
+# fmt: on
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _YARN_FIELDS = ("factor", "beta_fast", "beta_slow", _ORIGINAL)
@@ -83,6 +81,7 @@ _ONLY = {
     "hidden_act": "silu",
     "is_causal": True,
     "pretraining_tp": 1,
+    "pruned_heads": {},
     "use_rope": True,
 }
 # Fields of one family: read, without effect at inference, or one accepted value.
@@ -94,6 +93,7 @@ _FAMILY_READ = {
         "first_k_dense_replace",
         "mask_token_id",
         "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size",
         "n_group",
         "num_experts",
         "num_experts_per_tok",
@@ -107,13 +107,15 @@ _FAMILY_READ = {
 _FAMILY_IGNORED = {
     "sdar": {"debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint"},
     "fast_dllm": {"conplemenrary_mask", "complementary_mask"},  # how it was trained
-    "llada2": {"embedding_dropout", "output_dropout", "output_router_logits"},
+    # The loss of prediction heads for further tokens; that there are none, `_FAMILY_ONLY` checks.
+    "llada2": {"mtp_loss_scaling_factor", "output_router_logits"},
 }
 _FAMILY_ONLY: dict[str, dict[str, Any]] = {
     "llada2": {
         "moe_router_enable_expert_bias": True,
         "norm_head": False,
         "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
         "router_dtype": "fp32",
         "score_function": "sigmoid",
         "use_bias": False,
@@ -204,11 +206,18 @@ def _is_nosa(config: Mapping[str, Any]) -> bool:
 
 def _moe_config(config: Mapping[str, Any]) -> MoeConfig:
     inner = _integer(config, "moe_intermediate_size")
+    shared = inner * _integer(config, "num_shared_experts")
+    stated = config.get("moe_shared_expert_intermediate_size")
+    if stated is not None and stated != shared:
+        raise NotImplementedError(
+            f"model config: moe_shared_expert_intermediate_size {stated} is not supported, only "
+            f"num_shared_experts times moe_intermediate_size, {shared}"
+        )
     return MoeConfig(
         num_experts=_integer(config, "num_experts"),
         experts_per_token=_integer(config, "num_experts_per_tok"),
         intermediate_size=inner,
-        shared_intermediate_size=inner * _integer(config, "num_shared_experts"),
+        shared_intermediate_size=shared,
         num_groups=_integer(config, "n_group"),
         groups_per_token=_integer(config, "topk_group"),
         routed_scale=_number(config, "routed_scaling_factor"),

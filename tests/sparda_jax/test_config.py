@@ -7,6 +7,7 @@ from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.checkpoints.assemble import abstract_parameters
 from sparda_jax.checkpoints.names import layout
 from sparda_jax.config import EngineConfig, ModelConfig, RopeConfig, SamplingParams, SparseConfig
+from sparda_jax.presets import PRESETS
 
 LLAMA = {
     "model_type": "llama",
@@ -115,6 +116,9 @@ def test_longrope_attention_factor():
     assert parse(rope_scaling=stated).rope.attention_factor == 1.25
 
 
+MOE = PRESETS["llada2.0-mini"]
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -131,6 +135,9 @@ def test_longrope_attention_factor():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"num_experts": 8}, "num_experts = 8"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads = "),
+        (MOE | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        (MOE | {"moe_shared_expert_intermediate_size": 1024}, "1024 is not supported, only .* 512"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"dim_model_base": 8}, "dim_model_base = 8"),
         ({"rope_scaling": LONGROPE | {"short_mscale": 1.1}}, "rope short_mscale = 1.1"),
@@ -157,6 +164,9 @@ def test_what_would_change_the_computation_is_refused_by_name(changes, message):
         {"final_logit_softcapping": None},
         {"use_qk_norm": False},
         {"torch_dtype": "bfloat16", "transformers_version": "4.50"},
+        # As old releases of transformers wrote them into every file.
+        {"id2label": {"0": "LABEL_0"}, "pruned_heads": {}, "max_length": 20, "temperature": 1.0},
+        {"embd_pdrop": 0.1, "router_aux_loss_coef": 0.001, "chunk_size_feed_forward": 0},
     ],
 )
 def test_inactive_fields_are_accepted(changes):
