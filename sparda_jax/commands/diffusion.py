@@ -202,9 +202,11 @@ def _prepare(
     from sparda_jax.diffusion.plan import BlockEngineConfig
 
     width = diffusion_of(model.config)[0].block_size
+    if args.dual_cache and rule.sub_block is None:
+        raise ValueError("--dual-cache runs sub-blocks alone: state their size with --sub-block")
     config = BlockEngineConfig(
         block_size=args.diffusion_block,
-        dual_cache=args.dual_cache,
+        dual_cache=rule.sub_block if args.dual_cache else None,
         kv_block=max(64, width),
         prefill_chunk=args.prefill_chunk,
         blocks_per_call=args.blocks_per_call,

@@ -39,6 +39,12 @@ class Confidence:
     entropy: Float[Array, "B T"]
     finite: Bool[Array, "B T"]
 
+    @classmethod
+    def blank(cls, batch: int, count: int) -> Confidence:
+        """Of rows that were not run."""
+        zero = jnp.zeros((batch, count))
+        return cls(zero.astype(jnp.int32), zero, zero, jnp.ones((batch, count), bool))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ different steps, blocks and rules share one program, and no forward waits for th
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +18,11 @@ from sparda_jax.config import DiffusionConfig
 from sparda_jax.diffusion.attention import attend, block_mask, dense_prefix, pack, write_block
 from sparda_jax.diffusion.confidence import Confidence, confidence
 from sparda_jax.diffusion.config import diffusion_of
-from sparda_jax.diffusion.state import BlockOutput, BlockState, ForwardOutput, LayerKV
+from sparda_jax.diffusion.state import BlockKV, BlockOutput, BlockState, ForwardOutput
 from sparda_jax.diffusion.strategies import candidates, choose
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import RopeTable, rope_rows
 from sparda_jax.typing import Array, Bool, Float, Int
-
-
-def refreshed_rows(state: BlockState) -> Bool[Array, "B W"]:
-    """Rows whose KV is taken from this forward; the others keep that of an earlier one.
-
-    The dual cache of Fast-dLLM v2: all rows in a sub-block's first forward and as long as its first
-    token is masked, then those of the sub-block alone; all when the block is committed.
-    """
-    open_, sub = candidates(state.masked, state.rule.sub_block)
-    size = state.rule.sub_block[:, None]
-    index = jnp.arange(state.tokens.shape[1])
-    first_open = jnp.any(open_ & (index == sub[:, None] * size), axis=1)
-    whole = (sub != state.last_sub) | first_open | ~jnp.any(state.masked, axis=1)
-    return whole[:, None] | (index // size == sub[:, None])
 
 
 def run_layers(
@@ -43,40 +30,73 @@ def run_layers(
     rope: RopeTable,
     state: BlockState,
     committing: Bool[Array, " B"],
-    refreshed: Bool[Array, "B W"] | None,
     mask_token_id: int,
-) -> tuple[Float[Array, "B W D"], tuple[LayerKV, ...], tuple[Array, ...] | None]:
-    """All layers over every row's block; caches change for the rows that commit.
+) -> tuple[Float[Array, "B W D"], BlockKV]:
+    """All layers over every row's block.
 
     Args:
         model: parameters.
         rope: table that covers every position.
         state: the batch.
-        committing: rows whose KV is written.
-        refreshed: rows whose KV is taken from this forward; None: all, nothing of it is kept.
+        committing: rows whose tokens are all clean.
         mask_token_id: what masked positions are embedded as.
 
     Returns:
-        Hidden states, the caches, and the KV of the block where `refreshed` is given.
+        Hidden states, and the KV of the block.
     """
     facts, _ = diffusion_of(model.config)
     width = state.tokens.shape[1]
-    positions = state.start[:, None] + jnp.arange(width)
-    cos, sin = rope_rows(rope, positions)
+    cos, sin = rope_rows(rope, state.start[:, None] + jnp.arange(width))
     own_mask = block_mask(committing, width, causal_clean=facts.causal_clean)
     x = model.embed(jnp.where(state.masked, mask_token_id, state.tokens))
-    layers, kept = [], []
-    for number, layer in enumerate(model.layers):
+    block_kv = []
+    for layer, cache in zip(model.layers, state.layers, strict=True):
         q, k, v = layer.qkv(x, cos, sin)
         own = pack(k, v)
-        if refreshed is not None:
-            assert state.block_kv is not None
-            own = jnp.where(refreshed[:, None, None, :, None], own, state.block_kv[number])
-            kept.append(own)
-        cache = state.layers[number]
         x = layer.finish(x, attend(q, dense_prefix(cache, state.start), own, own_mask))
-        layers.append(write_block(cache, own, state.start, committing))
-    return x, tuple(layers), tuple(kept) if refreshed is not None else None
+        block_kv.append(own)
+    return x, tuple(block_kv)
+
+
+def run_sub_block(
+    model: Decoder, rope: RopeTable, state: BlockState, size: int, mask_token_id: int
+) -> tuple[Float[Array, "B Q D"], BlockKV, Int[Array, " B"]]:
+    """All layers over the sub-block at work alone; the block's other tokens as they were.
+
+    The dual cache of Fast-dLLM v2 (spec/herald.md, sec. 2.3): the other tokens take part with the
+    KV that they had when the whole block was last run, nobody is masked.
+
+    Args:
+        model: parameters.
+        rope: table that covers every position.
+        state: the batch, with the KV of its blocks.
+        size: tokens of a sub-block.
+        mask_token_id: what masked positions are embedded as.
+
+    Returns:
+        Hidden states, the KV of the block, and where in it the sub-block begins.
+    """
+    assert state.block_kv is not None
+    batch, width = state.tokens.shape
+    at = candidates(state.masked, state.rule.sub_block)[1] * size
+    index = at[:, None] + jnp.arange(size)
+    cos, sin = rope_rows(rope, state.start[:, None] + index)
+    tokens = jnp.where(state.masked, mask_token_id, state.tokens)
+    x = model.embed(jnp.take_along_axis(tokens, index, axis=1))
+    everything = jnp.ones((batch, size, width), bool)
+    block_kv = []
+    for layer, cache, kept in zip(model.layers, state.layers, state.block_kv, strict=True):
+        q, k, v = layer.qkv(x, cos, sin)
+        own = _placed(kept, pack(k, v), at, axis=2)
+        x = layer.finish(x, attend(q, dense_prefix(cache, state.start), own, everything))
+        block_kv.append(own)
+    return x, tuple(block_kv), at
+
+
+def _placed(whole: Array, part: Array, at: Int[Array, " B"], *, axis: int = 0) -> Array:
+    """Every row of the batch with its part written at its place; `axis` of a row."""
+    write = partial(lax.dynamic_update_slice_in_dim, axis=axis)
+    return jax.vmap(write)(whole, part, at)
 
 
 def _shifted(found: Confidence) -> Confidence:
@@ -94,20 +114,60 @@ def _stop_before_masks(state: BlockState, tokens: Array, masked: Array) -> Bool[
     return first_stop < first_mask
 
 
-def forward(model: Decoder, rope: RopeTable, state: BlockState) -> tuple[BlockState, ForwardOutput]:
+def forward(
+    model: Decoder, rope: RopeTable, state: BlockState, *, sub_block: int | None = None
+) -> tuple[BlockState, ForwardOutput]:
     """Runs every active row's block once: denoises it, or commits it and begins the next.
 
     Args:
         model: parameters; `model.config.diffusion` says the block size and the mask token.
         rope: table that covers every position.
         state: the batch.
+        sub_block: with the dual cache, tokens of every request's sub-blocks. Rows then wait where
+            a forward runs sub-blocks and they need their whole block, so that what is computed
+            for a row does not depend on its neighbours.
     """
-    _, mask_token_id = diffusion_of(model.config)
+    facts, mask_token_id = diffusion_of(model.config)
+    width = state.tokens.shape[1]
+    waiting = jnp.zeros_like(state.active)
+    narrow: Array | None = None
+    if sub_block is not None:
+        whole = needs_whole_block(state)
+        narrow = jnp.any(state.active & ~whole)
+        waiting = state.active & whole & narrow
+        state = dataclasses.replace(state, active=state.active & ~waiting)
     committing = finished_rows(state)
-    refreshed = None if state.block_kv is None else refreshed_rows(state)
-    x, layers, block_kv = run_layers(model, rope, state, committing, refreshed, mask_token_id)
-    state = dataclasses.replace(state, layers=layers, block_kv=block_kv)
-    return settle(model, state, x, committing)
+
+    def run_whole() -> tuple[Confidence, BlockKV]:
+        x, block_kv = run_layers(model, rope, state, committing, mask_token_id)
+        return _judged(model, state, x, jnp.zeros_like(state.start)), block_kv
+
+    def run_part() -> tuple[Confidence, BlockKV]:
+        assert sub_block is not None
+        x, block_kv, at = run_sub_block(model, rope, state, sub_block, mask_token_id)
+        found = _judged(model, state, x, at)
+        blank = Confidence.blank(*state.tokens.shape)
+        return jax.tree.map(lambda all_, part: _placed(all_, part, at), blank, found), block_kv
+
+    raw, block_kv = run_whole() if narrow is None else lax.cond(narrow, run_part, run_whole)
+    layers = tuple(
+        write_block(cache, own, state.start, committing)
+        for cache, own in zip(state.layers, block_kv, strict=True)
+    )
+    kept = None if narrow is None else block_kv
+    state = dataclasses.replace(state, layers=layers, block_kv=kept)
+    after, output = _decided(facts, state, raw, committing)
+    ran = width if narrow is None else jnp.where(narrow, sub_block or 0, width)
+    output = dataclasses.replace(output, ran=jnp.where(waiting, 0, ran))
+    return dataclasses.replace(after, active=after.active | waiting), output
+
+
+def needs_whole_block(state: BlockState) -> Bool[Array, " B"]:
+    """With the dual cache: a sub-block begins, its first token is masked, or the block commits."""
+    open_, sub = candidates(state.masked, state.rule.sub_block)
+    index = jnp.arange(state.tokens.shape[1])
+    first = index == (sub * state.rule.sub_block)[:, None]
+    return (sub != state.last_sub) | jnp.any(open_ & first, axis=1) | ~jnp.any(state.masked, axis=1)
 
 
 def finished_rows(state: BlockState) -> Bool[Array, " B"]:
@@ -126,11 +186,26 @@ def settle(
         x: hidden states of the block after the last layer.
         committing: rows whose block was finished before.
     """
+    facts, _ = diffusion_of(model.config)
+    raw = _judged(model, state, x, jnp.zeros_like(state.start))
+    return _decided(facts, state, raw, committing)
+
+
+def _judged(
+    model: Decoder, state: BlockState, x: Float[Array, "B T D"], at: Int[Array, " B"]
+) -> Confidence:
+    """What the head says of the rows of a block from place `at` on."""
     facts, mask_token_id = diffusion_of(model.config)
+    predicted = (state.start + at)[:, None] + jnp.arange(x.shape[1]) + facts.logit_shift
+    return confidence(model, x, mask_token_id, state.sampling, predicted, state.step)
+
+
+def _decided(
+    facts: DiffusionConfig, state: BlockState, raw: Confidence, committing: Bool[Array, " B"]
+) -> tuple[BlockState, ForwardOutput]:
+    """Replaces masks, ends requests, begins blocks; `raw` before any shift."""
     open_, sub = candidates(state.masked, state.rule.sub_block)
-    positions = state.start[:, None] + jnp.arange(x.shape[1])
-    predicted = positions + (1 if facts.logit_shift else 0)
-    raw = confidence(model, x, mask_token_id, state.sampling, predicted, state.step)
+    positions = state.start[:, None] + jnp.arange(state.tokens.shape[1])
     found = _shifted(raw) if facts.logit_shift else raw
     healthy = state.active & jnp.all(raw.finite, axis=1)
     committing &= healthy
@@ -154,7 +229,14 @@ def settle(
     )
     handover = jnp.where(committing & facts.logit_shift, raw.token[:, -1], -1)
     output = ForwardOutput(
-        found.token, found.probability, found.entropy, decided, committing, ended, handover
+        found.token,
+        found.probability,
+        found.entropy,
+        decided,
+        committing,
+        ended,
+        handover,
+        jnp.full_like(state.start, state.tokens.shape[1]),
     )
     return _begin_next(changed, facts, committing, handover, stopped), output
 
@@ -192,7 +274,12 @@ def _begin_next(
 
 
 def decode_blocks(
-    model: Decoder, rope: RopeTable, state: BlockState, *, blocks: int
+    model: Decoder,
+    rope: RopeTable,
+    state: BlockState,
+    *,
+    blocks: int,
+    sub_block: int | None = None,
 ) -> tuple[BlockState, BlockOutput]:
     """Decodes up to `blocks` blocks of every active row, all in the program that calls it.
 
@@ -204,6 +291,7 @@ def decode_blocks(
         rope: table that covers every position.
         state: the batch; donate it.
         blocks: of each row, static.
+        sub_block: with the dual cache, see `forward`; static.
     """
     batch, width = state.tokens.shape
     empty = jnp.zeros((batch, blocks), jnp.int32)
@@ -213,6 +301,7 @@ def decode_blocks(
         empty,
         empty - 1,
         jnp.zeros((), jnp.int32),
+        jnp.zeros((), jnp.int32),
     )
 
     def runs(state: BlockState, output: BlockOutput) -> Array:
@@ -221,9 +310,8 @@ def decode_blocks(
     def body(carry: tuple[BlockState, BlockOutput]) -> tuple[BlockState, BlockOutput]:
         state, output = carry
         resting = state.active & (output.count >= blocks)
-        after, found = forward(
-            model, rope, dataclasses.replace(state, active=state.active & ~resting)
-        )
+        working = dataclasses.replace(state, active=state.active & ~resting)
+        after, found = forward(model, rope, working, sub_block=sub_block)
         after = dataclasses.replace(after, active=after.active | resting)
         gives = found.committed | found.ended
         tokens = jnp.where(found.decided, found.token, state.tokens)
@@ -236,6 +324,7 @@ def decode_blocks(
             output.steps.at[rows, index].set(steps, mode="drop"),
             output.handover.at[rows, index].set(found.handover, mode="drop"),
             output.forwards + 1,
+            output.narrow + jnp.any((found.ran > 0) & (found.ran < width)),
         )
 
     return lax.while_loop(lambda carry: jnp.any(runs(*carry)), body, (state, output))

@@ -19,6 +19,7 @@ from sparda_jax.diffusion.plan import (
     BlockEngineConfig,
     BlockPlan,
     check_block_size,
+    check_dual_cache,
     plan_blocks,
     settings_of_each,
 )
@@ -28,9 +29,11 @@ from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.plan import pad_prompts
 from sparda_jax.engine.programs import Program, Programs
 from sparda_jax.engine.report import FinishReason, RequestResult
+from sparda_jax.engine.requests import StopStrings
 from sparda_jax.engine.state import SamplingState, sampling_fields
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import rope_table
+from sparda_jax.tokenization import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,11 @@ class BlockEngine:
         # 17 MB a layer of SDAR-8B. Other devices read no such option.
         options = {"xla_gpu_dot_merger_threshold_mb": 0} if self.device.platform == "gpu" else None
         return self.programs.on_model(
-            decode.decode_blocks, donate=(2,), options=options, blocks=blocks
+            decode.decode_blocks,
+            donate=(2,),
+            options=options,
+            blocks=blocks,
+            sub_block=self.config.dual_cache,
         )
 
     def prepare(
@@ -118,6 +125,9 @@ class BlockEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         denoise: DenoiseParams | Sequence[DenoiseParams] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        tokenizer: Tokenizer | None = None,
     ) -> BlockGeneration:
         """Checks a batch against every limit, before any work, and returns it ready to run.
 
@@ -125,18 +135,27 @@ class BlockEngine:
             prompts: token ids of each request; lengths may differ.
             sampling: settings for all, or one for each.
             denoise: likewise; None: what the family's authors publish.
+            stop: strings that end a request; its tokens end with the one that completes a string.
+            tokenizer: of the model, to find them.
 
         Raises:
-            ValueError: naming the value and the limit that it breaks.
+            ValueError: naming the value and the limit that it breaks; stop strings and no
+                tokenizer.
         """
         requests, rules = settings_of_each(self.model.config, prompts, sampling, denoise)
+        check_dual_cache(self.config, rules)
+        stops = None
+        if stop:
+            if tokenizer is None:
+                raise ValueError(f"stop strings {list(stop)} need a tokenizer")
+            stops = [StopStrings(tokenizer.stream_decoder(), stop) for _ in prompts]
         dtype = self.model.dtype
         plan = plan_blocks(self.model.config, self.config, prompts, requests, dtype)
         what = f"the KV of {len(prompts)} x {plan.num_blocks} blocks on the device"
         limit = self.config.device_kv_bytes
         memory.check_device_budget(what, plan.kv_bytes, limit, self.device)
         width = diffusion_of(self.model.config)[0].block_size
-        return BlockGeneration(self, plan, prompts, requests, rule_fields(rules, width))
+        return BlockGeneration(self, plan, prompts, requests, rule_fields(rules, width), stops)
 
     def generate(
         self,
@@ -144,6 +163,8 @@ class BlockEngine:
         sampling: SamplingParams | Sequence[SamplingParams],
         denoise: DenoiseParams | Sequence[DenoiseParams] | None = None,
         *,
+        stop: Sequence[str] = (),
+        tokenizer: Tokenizer | None = None,
         on_block: Callable[[Block], None] | None = None,
     ) -> tuple[list[RequestResult], BlockReport]:
         """Runs a batch to its end; arguments as those of `prepare`.
@@ -152,9 +173,11 @@ class BlockEngine:
             prompts: token ids of each request.
             sampling: settings for all, or one for each.
             denoise: likewise.
+            stop: strings that end a request.
+            tokenizer: to find them.
             on_block: called as blocks are finished.
         """
-        generation = self.prepare(prompts, sampling, denoise)
+        generation = self.prepare(prompts, sampling, denoise, stop=stop, tokenizer=tokenizer)
         generation.prefill()
         for block in generation:
             if on_block is not None:
@@ -178,11 +201,12 @@ class BlockGeneration:
         prompts: Sequence[Sequence[int]],
         requests: Sequence[SamplingParams],
         rules: dict[str, np.ndarray],
+        stops: list[StopStrings] | None = None,
     ):
         self.plan, self.report = plan, BlockReport(device_kv_bytes=plan.kv_bytes)
         self.state: BlockState | None = None
         self._engine, self._prompts, self._requests = engine, prompts, requests
-        self._rules = rules
+        self._rules, self._stops = rules, stops
         self._tokens: list[list[int]] = [[] for _ in prompts]
         self._first: list[Block] = []
         count = len(prompts)
@@ -250,7 +274,7 @@ class BlockGeneration:
                 self._first += self._gain(row, [int(drawn[row])], 0)
         shape = (*self.plan.cache_shape[:2], 2, width, model.head_dim)
         empty = np.zeros(shape, engine.model.dtype)
-        block_kv = (empty,) * model.num_layers if engine.config.dual_cache else None
+        block_kv = (empty,) * model.num_layers if engine.config.dual_cache is not None else None
         fields = {
             "start": np.array(self.plan.aligned, np.int32),
             "tokens": tokens,
@@ -295,7 +319,11 @@ class BlockGeneration:
             report.compile_seconds += late
             report.decode_seconds += time.perf_counter() - begun - late
             report.forwards += int(output.forwards)
-            yield from self._record(starts, output)
+            report.narrow_forwards += int(output.narrow)
+            blocks = self._record(starts, output)
+            if np.any(active & ~self._active):
+                self._tell_device()  # of stop strings
+            yield from blocks
 
     def _record(self, starts: np.ndarray, output: BlockOutput) -> list[Block]:
         """Keeps what came before the caller, who may stop at any block, sees the first."""
@@ -312,10 +340,16 @@ class BlockGeneration:
         return blocks
 
     def _gain(self, row: int, new: list[int], steps: int) -> list[Block]:
-        """Cuts new tokens at the stop token and the limit and ends the request there."""
+        """Cuts new tokens at the stop token, stop string and limit and ends the request there."""
         if row in self._ended:
             return []
         new, reason = gained(new, len(self._tokens[row]), self._requests[row])
+        for count, token in enumerate(new if self._stops else [], start=1):
+            assert self._stops is not None
+            self._stops[row].push(token)
+            if self._stops[row].found:
+                new, reason = new[:count], "stop"
+                break
         self._tokens[row] += new
         self.report.decode_tokens += len(new)
         if reason is not None:
@@ -334,6 +368,11 @@ class BlockGeneration:
         if row not in self._ended and self._active[row]:
             self._ended[row] = reason
         self._active[row] = False
+        self._tell_device()
+
+    def _tell_device(self) -> None:
+        """Requests that the host has ended go idle."""
+        assert self.state is not None
         active = self._engine.put(self._active)
         self.state = dataclasses.replace(self.state, active=active)
 

@@ -18,8 +18,9 @@ class BlockEngineConfig:
 
     Attributes:
         block_size: W, to be sure of it; None: the weights'. Another than theirs is refused.
-        dual_cache: in a block that is denoised in sub-blocks, run later forwards against the KV
-            that the block's other tokens had in an earlier one (Fast-dLLM v2; approximate).
+        dual_cache: tokens of the sub-blocks that all requests denoise in: within one, forwards
+            after the first run it alone, against the KV that the block's other tokens had then
+            (Fast-dLLM v2; approximate). None: every forward runs the block.
         kv_block: P, tokens of a KV block, a multiple of the diffusion block.
         prefill_chunk: prompt tokens per prefill call.
         blocks_per_call: diffusion blocks of each request per compiled call.
@@ -28,7 +29,7 @@ class BlockEngineConfig:
     """
 
     block_size: int | None = None
-    dual_cache: bool = False
+    dual_cache: int | None = None
     kv_block: int = 64
     prefill_chunk: int = 512
     blocks_per_call: int = 1
@@ -107,6 +108,22 @@ def check_block_size(config: ModelConfig, settings: BlockEngineConfig) -> None:
             f"diffusion blocks of {facts.block_size} do not divide KV blocks of "
             f"{settings.kv_block}: choose a kv_block that is a multiple"
         )
+
+
+def check_dual_cache(settings: BlockEngineConfig, rules: Sequence[DenoiseParams]) -> None:
+    """Refuses requests that do not denoise in the sub-blocks of the engine's dual cache.
+
+    Raises:
+        ValueError: naming the request and both sizes.
+    """
+    if settings.dual_cache is None:
+        return
+    for row, rule in enumerate(rules):
+        if rule.sub_block != settings.dual_cache:
+            raise ValueError(
+                f"the dual cache runs sub-blocks of {settings.dual_cache} tokens, request {row} "
+                f"denoises in sub-blocks of {rule.sub_block}"
+            )
 
 
 def plan_blocks(

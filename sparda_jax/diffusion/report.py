@@ -20,6 +20,7 @@ class BlockReport:
         decode_seconds: wall time of the decode calls.
         compile_seconds: compile time met in both.
         forwards: forwards of the whole batch.
+        narrow_forwards: how many of these ran sub-blocks alone (dual cache).
         steps: how many blocks took so many denoising forwards (the commit is one more).
         device_kv_bytes: of the caches.
     """
@@ -30,6 +31,7 @@ class BlockReport:
     decode_seconds: float = 0.0
     compile_seconds: float = 0.0
     forwards: int = 0
+    narrow_forwards: int = 0
     steps: Counter[int] = dataclasses.field(default_factory=Counter)
     device_kv_bytes: int = 0
 
@@ -58,7 +60,7 @@ class BlockReport:
     def summary(self) -> list[str]:
         """The counters as lines of text."""
         speed = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-        return [
+        lines = [
             f"prefill          {speed:9.1f} tok/s   "
             f"({self.prefill_tokens} tokens, {self.prefill_seconds:.1f} s)",
             f"decode           {self.decode_tokens_per_second:9.1f} tok/s   "
@@ -69,6 +71,9 @@ class BlockReport:
             f"per forward      {self.tokens_per_forward:9.2f} tokens",
             f"KV on the device {format_bytes(self.device_kv_bytes):>14}",
         ]
+        if self.narrow_forwards:
+            lines.append(f"sub-blocks alone {self.narrow_forwards:9d} of {self.forwards} forwards")
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and derived figures, ready for JSON."""

@@ -12,6 +12,8 @@ from sparda_jax.typing import Array, Bool, Float, Int
 
 # KV of one layer, block j at row j; what a fresh cache holds is finite.
 LayerKV = Float[Array, "B K M 2 P H"]
+# KV of the block at work, of every layer.
+BlockKV = tuple[Float[Array, "B K 2 W H"], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +72,7 @@ class BlockState:
     sampling: SamplingState
     rule: RuleState
     layers: tuple[LayerKV, ...]
-    block_kv: tuple[Float[Array, "B K 2 W H"], ...] | None = None
+    block_kv: BlockKV | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -86,6 +88,7 @@ class ForwardOutput:
         committed: rows whose block was finished before: this forward wrote its KV.
         ended: rows whose request ended inside a block, by a stop token.
         handover: the next block's first token, where the family's commit yields it; else -1.
+        ran: tokens of the block that were run: all, a sub-block, or none where a row waited.
     """
 
     token: Int[Array, "B W"]
@@ -95,6 +98,7 @@ class ForwardOutput:
     committed: Bool[Array, " B"]
     ended: Bool[Array, " B"]
     handover: Int[Array, " B"]
+    ran: Int[Array, " B"]
 
 
 @jax.tree_util.register_dataclass
@@ -108,6 +112,7 @@ class BlockOutput:
         steps: denoising forwards each took.
         handover: the token after each block where the commit yields it; else -1.
         forwards: forwards of the batch that the call ran.
+        narrow: how many of these ran sub-blocks alone.
     """
 
     count: Int[Array, " B"]
@@ -115,3 +120,4 @@ class BlockOutput:
     steps: Int[Array, "B X"]
     handover: Int[Array, "B X"]
     forwards: Int[Array, ""]
+    narrow: Int[Array, ""]

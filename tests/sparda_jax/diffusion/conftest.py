@@ -78,7 +78,7 @@ def request(meta: dict[str, Any], prompt: np.ndarray) -> tuple[SamplingParams, D
 
 
 def run_cases(
-    model: Decoder, folder: Path, names: list[str], *, dual_cache: bool = False
+    model: Decoder, folder: Path, names: list[str], *, dual_cache: int | None = None
 ) -> dict[str, list[dict[str, Any]]]:
     """Decodes all named cases as one batch, forward by forward: what each forward saw and did."""
     metas, arrays = trajectories(folder), {n: np.load(folder / n) for n in names}
@@ -89,13 +89,13 @@ def run_cases(
     generation = engine.prepare(prompts, sampling, rules)
     generation.prefill()
     state = generation.state
-    step = engine.programs.on_model(forward)
+    step = engine.programs.on_model(forward, sub_block=dual_cache)
     found: dict[str, list[dict[str, Any]]] = {n: [] for n in names}
     while np.any(before := jax.device_get(state.active)):
         old = jax.device_get((state.start, state.tokens, state.masked))
         state, output = step(engine.parameters.arrays, engine.rope, state)
         output = jax.device_get(output)
-        for row in np.flatnonzero(before):
+        for row in np.flatnonzero(before & (output.ran > 0)):
             start, tokens, masked = (array[row] for array in old)
             own = jax.tree.map(lambda array, row=row: array[row], output)
             record = {"start": int(start), "tokens": tokens, "masked": masked, "output": own}

@@ -115,7 +115,8 @@ def poisoned(state, row):
 def test_batched_equals_alone_bit_for_bit(family):
     """Same program, same shapes: other rows at work, idle, or poisoned change no bit of a row."""
     model = load_case_model(ROOT / family, 8)
-    engine = BlockEngine(model, config=BlockEngineConfig(dual_cache=family != "sdar_tiny"))
+    dual = 4 if family == "fast_dllm_v2_tiny" else None
+    engine = BlockEngine(model, config=BlockEngineConfig(dual_cache=dual))
     prompts = [prompt(19, 0), prompt(8, 1), prompt(30, 2)]
     requests = [SamplingParams(max_new_tokens=30), ALONE, SamplingParams(max_new_tokens=9)]
     rule = DenoiseParams("threshold_or_best", threshold=0.1, sub_block=4)
@@ -127,7 +128,7 @@ def test_batched_equals_alone_bit_for_bit(family):
         for _ in generation:
             pass
         cache = np.asarray(generation.state.layers[-1])[1, :, 0, :, :24]
-        return generation.results(), cache
+        return generation.results(), cache, generation.report.narrow_forwards
 
     def idle(generation):
         generation.cancel(0)
@@ -136,25 +137,44 @@ def test_batched_equals_alone_bit_for_bit(family):
     def poison(generation):
         generation.state = poisoned(generation.state, 1)
 
-    (usual, cache), (alone, quiet), (spoilt, dirty) = run(lambda _: None), run(idle), run(poison)
+    usual, cache, narrow = run(lambda _: None)
+    (alone, quiet, _), (spoilt, dirty, _) = run(idle), run(poison)
     assert usual[1].tokens == alone[1].tokens == spoilt[1].tokens
     assert cache.tobytes() == quiet.tobytes() == dirty.tobytes()
     assert [r.finish_reason for r in alone] == ["cancelled", "length", "cancelled"]
     assert [r.finish_reason for r in spoilt] == ["failed", "length", "failed"]
     assert engine.decode_program().compilations == 1
+    assert bool(narrow) == bool(dual)
 
 
-def test_chunked_prefill_equals_one_shot_and_many_blocks_a_call_equal_one():
+class Letters:
+    """A tokenizer whose every token is a character; its own stream decoder."""
+
+    def stream_decoder(self):
+        return self
+
+    def push(self, token):
+        return chr(1000 + token)
+
+
+def test_chunked_prefill_many_blocks_a_call_and_stop_strings():
+    """Chunked equals one-shot, three blocks a call equal one, and a stop string cuts the same."""
     model = small(8)
     prompts = [prompt(150, 0), prompt(64, 1)]
     requests = SamplingParams(max_new_tokens=20)
-    run = lambda **settings: BlockEngine(model, config=BlockEngineConfig(**settings)).generate(
-        prompts, requests
-    )
-    whole, report = run(prefill_chunk=512)
-    chunked, _ = run(prefill_chunk=64, blocks_per_call=3, kv_block=16)
+    engine = BlockEngine(model, config=BlockEngineConfig(prefill_chunk=512))
+    whole, report = engine.generate(prompts, requests)
+    settings = BlockEngineConfig(prefill_chunk=64, blocks_per_call=3, kv_block=16)
+    chunked, _ = BlockEngine(model, config=settings).generate(prompts, requests)
     assert [r.tokens for r in whole] == [r.tokens for r in chunked]
     assert report.prefill_tokens == 144 + 64
+    texts = ["".join(map(Letters().push, result.tokens)) for result in whole]
+    stop = texts[0][4:6]  # inside a block
+    found, _ = engine.generate(prompts, requests, stop=["absent", stop], tokenizer=Letters())
+    cut = [text[: text.find(stop) + 2] if stop in text else text for text in texts]
+    assert ["".join(map(Letters().push, result.tokens)) for result in found] == cut
+    assert len(cut[0]) < 8
+    assert found[0].finish_reason == "stop"
 
 
 def test_edits_in_a_block_leave_earlier_blocks_as_they_are():
@@ -195,6 +215,11 @@ def test_faults():
     for prompts, sampling, rule, words in cases:
         with pytest.raises(ValueError, match=words):
             engine.prepare(prompts, sampling, rule)
+    with pytest.raises(ValueError, match=r"stop strings \['x'\] need a tokenizer"):
+        engine.prepare([[1]], ask, stop=["x"])
+    dual = BlockEngine(model, config=BlockEngineConfig(dual_cache=4))
+    with pytest.raises(ValueError, match=r"sub-blocks of 4 tokens, request 0 denoises in .* of 2"):
+        dual.prepare([[1]], ask, DenoiseParams("threshold_or_best", sub_block=2))
     with pytest.raises(NotImplementedError, match="logprobs"):
         engine.prepare([[1]], SamplingParams(logprobs=2))
     with pytest.raises(NotImplementedError, match="blocks of 48 do not divide KV blocks of 64"):
