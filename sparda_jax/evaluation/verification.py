@@ -138,7 +138,7 @@ def compare_transformers(verdict: Verdict, seen: Record, folder: Path) -> None:
     except ImportError:
         verdict.add("transformers", None, "it and torch are not installed")
         return
-    other = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
+    other = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     with torch.no_grad():
         logits = other(torch.tensor([seen.prompt])).logits[0].float().numpy()
     logprobs = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
