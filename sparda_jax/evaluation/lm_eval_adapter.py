@@ -5,7 +5,8 @@ r"""The model as lm-evaluation-harness sees it: `sparda_jax`, in any attention m
 
 This is the harness's own command line with our model registered. From Python: import this module,
 then `lm_eval.simple_evaluate(model="sparda_jax", ...)`, or pass a `SpardaLM` as `model`.
-Log-likelihoods come from the engine's prefill in its mode, answers from the engine's decode.
+Log-likelihoods come from the engine's prefill in its mode, answers from the engine's decode. Models
+of block diffusion: `lm_eval_blocks`.
 """
 
 from __future__ import annotations
@@ -14,37 +15,28 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-try:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    raise ImportError(
-        "the adapter needs lm-evaluation-harness: install the extra 'eval'"
-    ) from error
+from sparda_jax.evaluation.lm_eval_base import HarnessLM, check_harness  # first: names the extra
+
+# isort: split
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from sparda_jax.cli import load_model, load_selector
-from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
+from sparda_jax.config import EngineConfig, SparseConfig
 from sparda_jax.engine.generate import Engine
 from sparda_jax.evaluation.generation import EngineAnswerer
 from sparda_jax.evaluation.likelihood import score_sequences
 from sparda_jax.forecast.files import forecast_policy
 from sparda_jax.tokenization import Tokenizer
 
-_SAMPLING = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
-
 
 @register_model("sparda_jax")
-class SpardaLM(TemplateLM):  # type: ignore[misc]
+class SpardaLM(HarnessLM):
     """An autoregressive model with exact log-likelihoods.
 
     Attributes:
         engine: what runs.
-        tokenizer: of its model; also what the harness asks for chat templates.
-        batch_size: requests that run together.
         max_length: tokens that a log-likelihood is conditioned on at most.
-        allow_truncation: cut prompts that are too long at their start, as the harness does.
     """
 
     def __init__(
@@ -89,11 +81,7 @@ class SpardaLM(TemplateLM):  # type: ignore[misc]
             NotImplementedError: a batch size to be found out, another device.
             ValueError: settings that contradict each other.
         """
-        super().__init__()
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise NotImplementedError(f"batch_size {batch_size!r}: only a number of requests")
-        if device not in (None, "", "cpu", "gpu", "cuda", "cuda:0", "auto"):
-            raise NotImplementedError(f"device {device!r}: the one that jax uses is used")
+        check_harness(batch_size, device)
         if (engine is None) != (tokenizer is None):
             raise ValueError("an engine comes with its tokenizer")
         if engine is None:
@@ -115,52 +103,18 @@ class SpardaLM(TemplateLM):  # type: ignore[misc]
             selector = load_selector(args, model, tokenizer)
             engine = Engine(model, sparse=sparse or SparseConfig(), config=config, **selector)
         assert tokenizer is not None
-        self.engine, self.tokenizer = engine, tokenizer
-        self.batch_size, self.allow_truncation = int(batch_size), allow_truncation
+        self.engine = engine
         limit = engine.config.max_length or engine.model.config.max_position_embeddings
+        super().__init__(
+            EngineAnswerer(engine, tokenizer),
+            tokenizer,
+            limit,
+            batch_size=batch_size,
+            device=device,
+            allow_truncation=allow_truncation,
+        )
         # The last token of a sequence is only predicted.
         self.max_length = limit - 1
-
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text.
-
-        Raises:
-            ValueError: the tokenizer names none.
-        """
-        if not self.tokenizer.eos_token_ids:
-            raise ValueError("the tokenizer names no end token")
-        return self.tokenizer.eos_token_ids[0]
-
-    @property
-    def prefix_token_id(self) -> int:
-        """What an empty context is replaced by."""
-        bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else bos
-
-    @property
-    def tokenizer_name(self) -> str:
-        """For the harness's cache of chat requests."""
-        return self.tokenizer.fingerprint()[:16]
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
-        """Token ids; None: with what the model expects around a text, unless it stands there."""
-        if add_special_tokens is None:
-            bos = self.tokenizer.bos_token_id
-            opened = bos is not None and string.startswith(self.tokenizer.decode([bos]))
-            add_special_tokens = not opened
-        return self.tokenizer.encode(string, add_special=add_special_tokens)
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """A conversation as text; without a generation prompt its last turn stays open."""
-        if add_generation_prompt:
-            return self.tokenizer.apply_chat_template(chat_history)
-        *before, last = chat_history
-        return self.tokenizer.apply_chat_template(before) + last["content"]
 
     def _loglikelihood_tokens(
         self,
@@ -181,7 +135,7 @@ class SpardaLM(TemplateLM):  # type: ignore[misc]
                 )
         rows = [(context + cont)[-self.max_length - 1 :] for _, context, cont in requests]
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        for indices in self._batches([len(row) for row in rows]):
+        for indices in self.batches([len(row) for row in rows]):
             scores = score_sequences(self.engine, [rows[i] for i in indices])
             for i, score in zip(indices, scores, strict=True):
                 size = len(requests[i][2])
@@ -191,13 +145,6 @@ class SpardaLM(TemplateLM):  # type: ignore[misc]
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, result)
         return found
-
-    def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices of like length together; the last batch repeats a row, for the same program."""
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        size = self.batch_size
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        return [batch + [batch[-1]] * (size - len(batch)) for batch in batches]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, in windows of the maximum length that predict every token once."""
@@ -221,54 +168,12 @@ class SpardaLM(TemplateLM):  # type: ignore[misc]
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers without the text that stopped them.
-
-        Raises:
-            NotImplementedError: settings that the engine does not know.
-            ValueError: a prompt beyond the limit, unless it may be cut.
-        """
-        prepared = []
-        for seed, request in enumerate(requests):
-            context, settings = request.args
-            prepared.append(self._prepare(context, settings, seed))
-        answer = EngineAnswerer(self.engine, self.tokenizer)
-        texts = [""] * len(requests)
-        for indices in self._batches([len(prompt) for prompt, _, _ in prepared]):
-            prompts, sampling, stops = zip(*(prepared[i] for i in indices), strict=True)
-            answers, _ = answer(prompts, sampling, stops)
-            for i, given in zip(indices, answers, strict=True):
-                texts[i] = given.text
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, text)
-        return texts
-
-    def _prepare(
-        self, context: str, settings: dict[str, Any], seed: int
-    ) -> tuple[list[int], SamplingParams, list[str]]:
-        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(settings))
-        unknown = sorted(kwargs.keys() - _SAMPLING)
-        if unknown:
-            raise NotImplementedError(
-                f"generation setting {unknown[0]}={kwargs[unknown[0]]!r}, known are "
-                f"{', '.join(sorted(_SAMPLING))}"
-            )
-        prompt, limit = self.tok_encode(context), self.max_length + 1
-        if self.allow_truncation:
-            prompt, _ = maybe_truncate(prompt, kwargs["max_gen_toks"], limit, side="left")
-        sampling = SamplingParams(
-            max_new_tokens=kwargs["max_gen_toks"],
-            temperature=kwargs.get("temperature", 0.0) if kwargs["do_sample"] else 0.0,
-            top_p=kwargs.get("top_p", 1.0),
-            top_k=kwargs.get("top_k", 0),
-            seed=seed,
-        )
-        return prompt, sampling, kwargs["until"]
-
 
 def main() -> None:
     """The harness's command line."""
     from lm_eval.__main__ import cli_evaluate
+
+    import sparda_jax.evaluation.lm_eval_blocks  # noqa: F401  registers its model
 
     cli_evaluate()
 

@@ -1,6 +1,5 @@
 """The harness's requests against a direct forward, and tiny local tasks from end to end."""
 
-import json
 from types import SimpleNamespace
 
 import jax
@@ -9,27 +8,21 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
-from lm_eval.api.instance import Instance  # noqa: E402
-from tokenizers import Tokenizer as Backend  # noqa: E402
-from tokenizers import decoders, models, pre_tokenizers  # noqa: E402
-
 from sparda_jax.config import EngineConfig  # noqa: E402
 from sparda_jax.engine.generate import Engine  # noqa: E402
 from sparda_jax.evaluation.lm_eval_adapter import SpardaLM  # noqa: E402
-from sparda_jax.tokenization import Tokenizer  # noqa: E402
-
-END, TEMPLATE = 0, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<reply>"
-LETTERS = "abcdefghijklmnopqrstuvwxyz .,;:!?<>="
+from tests.sparda_jax.evaluation.harness import (  # noqa: E402
+    END,
+    TEMPLATE,
+    letters,
+    local_task,
+    requests,
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A token a letter, out of the 40 that the tiny model knows."""
-    alphabet = ["<end>", *("Ġ" if c == " " else c for c in LETTERS), "#", "%"]
-    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend, eos_token_ids=[END], chat_template=TEMPLATE)
+    return letters()
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +38,6 @@ def make(tiny, tokenizer):
         )
 
     return adapter
-
-
-def requests(kind, *args):
-    return [Instance(kind, {}, a, i, ("task", i, 1)) for i, a in enumerate(args)]
 
 
 PAIRS = [("the cat", " sat."), ("", "hello"), ("a dog ", "runs"), ("b" * 60, "ye"), ("one", ".")]
@@ -137,20 +126,11 @@ def test_chat_and_settings(make, tiny, tokenizer):
 
 
 def test_local_tasks_from_end_to_end(make, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     from lm_eval.tasks import TaskManager
 
     rows = [{"q": "the cat", "choices": ["sat", "ran"], "gold": 0},
             {"q": "a dog", "choices": ["sat", "ran"], "gold": 1}]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    shared = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")},
-                           "cache_dir": str(tmp_path / "cache")},
-        "test_split": "test",
-        "doc_to_text": "{{q}}",
-    }  # fmt: skip
+    shared = local_task(rows, tmp_path, monkeypatch)
     tasks = [
         shared | {"task": "choose", "output_type": "multiple_choice", "doc_to_target": "gold",
                   "doc_to_choice": "choices"},
