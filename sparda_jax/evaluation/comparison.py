@@ -104,17 +104,20 @@ def score(values: Sequence[float], clusters: Sequence[str], *, binary: bool, see
     return Estimate(grouped.mean, low, high, len(values))
 
 
-def average(tasks: Sequence[Clusters], *, seed: int) -> Estimate:
-    """Plain mean over tasks; examples are resampled inside each, never pooled.
+def average(
+    tasks: Sequence[Clusters], *, seed: int, weights: Sequence[float] | None = None
+) -> Estimate:
+    """Mean over tasks; examples are resampled inside each, never pooled.
 
     Args:
         tasks: scores of each.
         seed: of the resampling.
+        weights: of the tasks; None: all the same.
     """
     rng = np.random.default_rng(seed)
-    means = np.mean([task.resampled(rng) for task in tasks], axis=0)
+    means = np.average([task.resampled(rng) for task in tasks], axis=0, weights=weights)
     low, high = map(float, np.percentile(means, (2.5, 97.5)))
-    value = float(np.mean([task.mean for task in tasks]))
+    value = float(np.average([task.mean for task in tasks], weights=weights))
     return Estimate(value, low, high, int(sum(task.counts.sum() for task in tasks)))
 
 
@@ -168,12 +171,15 @@ def difference(
     return _summary(grouped.mean, grouped.resampled(np.random.default_rng(seed)), len(gaps), exact)
 
 
-def average_difference(tasks: Sequence[Clusters], *, seed: int) -> Difference:
-    """Of the mean over tasks, each with the differences of its examples."""
+def average_difference(
+    tasks: Sequence[Clusters], *, seed: int, weights: Sequence[float] | None = None
+) -> Difference:
+    """Of the mean over tasks, each with the differences of its examples; see `average`."""
     rng = np.random.default_rng(seed)
-    means = np.mean([task.resampled(rng) for task in tasks], axis=0)
+    means = np.average([task.resampled(rng) for task in tasks], axis=0, weights=weights)
     count = int(sum(task.counts.sum() for task in tasks))
-    return _summary(float(np.mean([task.mean for task in tasks])), means, count, None)
+    value = float(np.average([task.mean for task in tasks], weights=weights))
+    return _summary(value, means, count, None)
 
 
 def _summary(value: float, means: np.ndarray, n: int, exact: float | None) -> Difference:

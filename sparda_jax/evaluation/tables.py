@@ -210,21 +210,44 @@ def _repeated(part: Scored, repeats: int) -> dict[str, list[float]]:
     return {f"maj@{repeats}": majority, f"pass@{repeats}": passed}
 
 
-def _in_groups(parts: Sequence[Scored]) -> dict[str, list[Scored]]:
-    """Parts by the name of the row of their mean: suite/length/mean, suite/length/group."""
+@dataclasses.dataclass(frozen=True)
+class _Mean:
+    """What a row of a mean is made of.
+
+    Attributes:
+        members: tasks.
+        weights: of each.
+    """
+
+    members: list[Scored]
+    weights: list[float]
+
+
+def _in_groups(parts: Sequence[Scored]) -> dict[str, _Mean]:
+    """Means by the name of their row: suite/length/mean, suite/length/group.
+
+    HELMET's is one of categories, each the mean of its data sets (spec/evaluation.md, sec. 3).
+    """
     groups: dict[str, list[Scored]] = {}
     for part in parts:
         for group in part.task.groups:
             suite, _, name = group.partition("/")
             key = f"{suite}/{label(part.length)}/{name or 'mean'}"
             groups.setdefault(key, []).append(part)
-    return {key: members for key, members in groups.items() if len(members) > 1}
+    found = {key: _Mean(m, [1.0] * len(m)) for key, m in groups.items() if len(m) > 1}
+    for prefix in {key.rpartition("/")[0] for key in groups if key.startswith("helmet/")}:
+        own = [members for key, members in groups.items() if key.startswith(f"{prefix}/")]
+        if len(own) > 1:
+            weighted = [(part, 1 / len(members)) for members in own for part in members]
+            found[f"{prefix}/deterministic"] = _Mean(*map(list, zip(*weighted, strict=True)))
+    return found
 
 
 def _means(parts: Sequence[Scored], mode: str, seed: int) -> Iterator[ScoreRow]:
-    for key, members in _in_groups(parts).items():
-        estimate = comparison.average([part.grouped() for part in members], seed=seed)
-        tasks = [part.task.name for part in members]
+    for key, mean in _in_groups(parts).items():
+        clusters = [part.grouped() for part in mean.members]
+        estimate = comparison.average(clusters, seed=seed, weights=mean.weights)
+        tasks = [part.task.name for part in mean.members]
         yield make_row(f"{key}/{mode}", estimate, "score", scale=100, tasks=tasks)
 
 
@@ -246,9 +269,9 @@ def _differences(scored: dict[str, list[Scored]], baseline: str, seed: int) -> I
             yield _difference_row(name, found)
             gap = [a - b for a, b in zip(*values, strict=True)]
             gaps[id(ours)] = Clusters.of(gap, ours.clusters)
-        for key, members in _in_groups(parts).items():
-            clusters = [gaps[id(part)] for part in members]
-            found = comparison.average_difference(clusters, seed=seed)
+        for key, mean in _in_groups(parts).items():
+            clusters = [gaps[id(part)] for part in mean.members]
+            found = comparison.average_difference(clusters, seed=seed, weights=mean.weights)
             family.append((f"{key}/{mode}-{baseline}", found))
     adjusted = comparison.holm([found.p for _, found in family])
     for (name, found), p in zip(family, adjusted, strict=True):

@@ -142,3 +142,25 @@ def test_repeated_problems(default_tokenizer, tmp_path):
     assert rows["math/full/aime24/dense"] == 50
     assert rows["math/full/aime24.maj@3/dense"] == 50
     assert rows["math/full/aime24.pass@3/dense"] == 100
+
+
+def test_mean_of_helmets_categories(default_tokenizer, tmp_path):
+    """Two data sets of one category count as much as the single one of another."""
+    right = {"a": 1, "b": 0, "c": 1, "d": 1}
+    groups = {"a": "helmet/rag", "b": "helmet/rag", "c": "helmet/icl", "d": "helmet_substitutes"}
+    tasks = [dataclasses.replace(TASK, name=name, groups=(groups[name],)) for name in groups]
+    run = Run(tmp_path, Answering(batch=2), default_tokenizer, 500)
+    prepared = []
+    for task in tasks:
+        cell = Cell(task, None, 1)
+        drawn = run.examples(cell, Sources(default_tokenizer, 0, 2, 0))
+        texts = [drawn[n].references[0] if right[task.name] else "?" for n in (1, 0)]
+        said = [Answer(text, 1, "eos") for text in texts]
+        answer = lambda *_, said=said: (said, {})
+        run.predict(cell, "dense", drawn, answer, lambda line: None)
+        prepared.append((cell, drawn))
+    scored = {"dense": tables.score(run, prepared, "dense")}
+    rows = {row.name: row for row in tables.rows(scored, "dense", seed=0)}
+    assert rows["helmet/full/rag/dense"].timing.median == 50
+    mean = rows["helmet/full/deterministic/dense"]
+    assert mean.timing.median == 75 and mean.more["tasks"] == ["a", "b", "c"]

@@ -152,3 +152,29 @@ def test_questions_over_the_users_documents(default_tokenizer, tmp_path):
     assert task.score(example, "Town 3, I think") == {"string_match": 1}
     with pytest.raises(ValueError, match="2 samples of 1 questions"):
         task.examples(Sources(default_tokenizer, 500, 2, 42, data=tmp_path))
+
+
+def test_hotpotqa(default_tokenizer, tmp_path):
+    """The ten paragraphs of a question are all kept; others fill up."""
+
+    def row(first):
+        context = [[f"Title {i}", [f"Number {i} is a town.", " It lies on a river."]]
+                   for i in range(first, first + 10)]  # fmt: skip
+        return {"question": f"Which is number {first}?", "answer": f"town {first}",
+                "context": context}  # fmt: skip
+
+    (tmp_path / "ruler").mkdir()
+    file = tmp_path / "ruler" / "hotpotqa.json"
+    task = ruler_qa.TASKS["qa_2"]
+    file.write_text(json.dumps([row(0), row(5), row(15)]))
+    examples = task.examples(Sources(default_tokenizer, 2000, 3, 42, data=tmp_path))
+    for example, first in zip(examples, (0, 5, 15), strict=True):
+        for i in range(first, first + 10):
+            document = f"Title {i}\nNumber {i} is a town. It lies on a river."
+            assert example.prompt.count(document) == 1
+        assert example.references == (f"town {first}",) and example.more["documents"] == 25
+    with pytest.raises(ValueError, match="qa_2: 300 tokens leave no room"):
+        task.examples(Sources(default_tokenizer, 300, 1, 42, data=tmp_path))
+    file.write_text(json.dumps([{"question": "?"}]))
+    with pytest.raises(ValueError, match=r"not in HotpotQA's format: KeyError\('context'\)"):
+        task.examples(Sources(default_tokenizer, 500, 1, 42, data=tmp_path))
