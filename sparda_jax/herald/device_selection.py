@@ -21,8 +21,10 @@ def select_on_device(
     *,
     rule: SelectionRule,
     slots: int,
-) -> Pool:
-    """The rows that the CPU would choose, chosen and gathered where the cache lies.
+) -> tuple[Pool, Int[Array, "B K X"]]:
+    """The rows that the CPU would choose, chosen and gathered where the cache lies; and which.
+
+    Ids ascend; those past the count are S.
 
     Args:
         cache: whole.
@@ -54,7 +56,7 @@ def select_on_device(
     chosen = jnp.where((ids < length)[:, :, None, :, None], chosen, 0)
     missing = slots * size - chosen.shape[3]
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
-    return Pool(as_slots(chosen, size=size), count)
+    return Pool(as_slots(chosen, size=size), count), ids
 
 
 def near_rows(

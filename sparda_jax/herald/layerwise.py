@@ -7,6 +7,7 @@ layer before asked for.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
@@ -124,11 +125,12 @@ class OnDevice:
         self._engine, self._caches, self._sparse = engine, caches, sparse
         self._scanned, self._slots = scanned, slots
         self.pools: list[Pool | None] = [None] * len(engine.layers)
+        self.ids: dict[int, jax.Array] = {}
 
     def pool(self, number: int, queries: jax.Array, rows: Rows) -> Pool | None:
         """See `Source`."""
         if number in self._sparse:
-            self.pools[number] = self._engine.run_plain(
+            self.pools[number], self.ids[number] = self._engine.run_plain(
                 select_on_device,
                 self._caches[number],
                 queries,
@@ -151,6 +153,23 @@ def run_layers(
         source: brings each layer's rows.
         lookahead: the draft and the next block ride along.
     """
+    x, committing, after = hidden_rows(engine, state, turn, source, lookahead=lookahead)
+    block, turn = engine.run(forward.conclude, state.block, turn, x, committing)
+    return dataclasses.replace(after, block=block), turn
+
+
+def hidden_rows(
+    engine: HeraldEngine, state: HeraldState, turn: Turn, source: Source, *, lookahead: bool
+) -> tuple[jax.Array, jax.Array, HeraldState]:
+    """What the last layer leaves of all rows, which requests commit, and the state with their KV.
+
+    Args:
+        engine: as in `run_layers`.
+        state: likewise.
+        turn: likewise.
+        source: likewise.
+        lookahead: likewise.
+    """
     facts, _ = diffusion_of(engine.model.config)
     block, width = state.block, engine.width
     x, tables, committing, centre = engine.run(
@@ -172,5 +191,5 @@ def run_layers(
             causal=facts.causal_clean,
         )
         every.append(kept)
-    block, turn = engine.run(forward.conclude, block, turn, x, committing)
-    return HeraldState(block, *(tuple(part) for part in zip(*every, strict=True))), turn
+    caches, init, previous = (tuple(part) for part in zip(*every, strict=True))
+    return x, committing, HeraldState(block, caches, init, previous)

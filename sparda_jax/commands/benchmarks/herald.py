@@ -1,4 +1,4 @@
-"""HERALD: speed of every mode, and of the host's side alone."""
+"""HERALD: speed of every mode, of the host's side alone, and what leaving rows out costs."""
 
 from __future__ import annotations
 
@@ -97,8 +97,64 @@ def _herald_host(arguments: argparse.Namespace) -> None:
     publish(arguments, herald_host_benchmark.rows(model, plan, prefix), HERALD_HOST_NOTES)
 
 
+HERALD_QUALITY_NOTES = (
+    "The model's own block diffusion, greedy.  text: held-out text, words: lists of words drawn by "
+    "Zipf's law; teacher-forced, every mode on the same windows, blocks and masks; bound: nats a "
+    "token of the any-order likelihood bound of a block; ..._over_dense: paired difference; kl: "
+    "of the predictions of masked tokens, from dense ones; recall: of the rows that all queries of "
+    "the block choose over dense attention; gain_kept: of what the context is worth over the init "
+    "rows and the block before alone (near).  generation: steps: denoising forwards a block, the "
+    "commit aside.  needles: share of the values found in greedy generation.  spread: 95 % "
+    "bootstrap interval over windows or samples.  PX%: of the scanned rows; init rows and the "
+    "block before on top."
+)
+
+
+def _herald_quality(arguments: argparse.Namespace) -> None:
+    import sys
+    import time
+
+    import jax.numpy as jnp
+    import numpy as np
+
+    from sparda_jax.checkpoints.load import load_pretrained
+    from sparda_jax.diffusion.files import load_adapter
+    from sparda_jax.evaluation import herald_quality_benchmark as benchmark
+    from sparda_jax.evaluation.herald_quality import QualityPlan
+
+    model, tokenizer = load_pretrained(arguments.model, dtype=jnp.dtype(arguments.dtype))
+    if tokenizer is None:
+        sys.exit(f"benchmark.py: {arguments.model} has no tokenizer, which the word lists need")
+    if arguments.adapter != "none":
+        model = load_adapter(arguments.adapter, model)
+    shares = tuple(percent / 100 for percent in arguments.percents)
+    quality = QualityPlan(shares=shares, blocks=arguments.blocks, masks=arguments.masks)
+    plan = benchmark.BenchmarkPlan(
+        quality=quality,
+        sections=tuple(arguments.sections),
+        length=arguments.length,
+        windows=arguments.windows,
+        batch=arguments.batch,
+        generate_shares=tuple(percent / 100 for percent in arguments.generate_percents),
+        generate_modes=tuple(arguments.generate_modes),
+        prompts=arguments.prompts,
+        new_tokens=arguments.new_tokens,
+        needle_lengths=tuple(arguments.needle_lengths),
+        needles=arguments.needles,
+        seconds=arguments.seconds,
+    )
+    start = time.monotonic()
+
+    def report(line: str) -> None:
+        progress(f"{time.monotonic() - start:7.1f} s  {line}")
+
+    documents = [np.load(path) for path in arguments.text]
+    rows = benchmark.rows(model, tokenizer, documents, plan, report)
+    publish(arguments, rows, HERALD_QUALITY_NOTES)
+
+
 def add(commands: Commands, results: argparse.ArgumentParser) -> None:
-    """Adds `herald` and `herald-host`."""
+    """Adds `herald`, `herald-host` and `herald-quality`."""
     command = commands.add_parser(
         "herald", parents=[results], help="block diffusion, all modes, KV in host memory, on a GPU"
     )
@@ -136,3 +192,26 @@ def add(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument("--workers", type=int, nargs="+", default=[8, 16, 32], help="threads")
     command.add_argument("--budget-share", type=float, default=0.05, help="of the rows, chosen")
     command.set_defaults(run=_herald_host)
+    command = commands.add_parser(
+        "herald-quality", parents=[results], help="what the modes lose on a block-diffusion model"
+    )
+    add = command.add_argument
+    add("text", type=pathlib.Path, nargs="+", help=".npy of token ids, held out, one a document")
+    add("--model", default="default", help="as in decode.py")
+    add("--adapter", default="default", help='block-diffusion adapter; "none": the model has it')
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    add("--sections", nargs="+", default=["text", "words", "generation", "needles"])
+    add("--length", type=int, default=2048, help="tokens of a window, a multiple of 512")
+    add("--windows", type=int, default=64, help="of each teacher-forced section")
+    add("--batch", type=int, default=16, help="windows at a time")
+    add("--percents", type=float, nargs="+", default=[2.5, 5, 10, 20], help="budgets")
+    add("--blocks", type=int, default=4, help="of each window")
+    add("--masks", type=int, default=4, help="numbers of masked tokens for each block")
+    add("--generate-percents", type=float, nargs="+", default=[5, 20])
+    add("--generate-modes", nargs="+", default=["mage", "herald", "infinigen"])
+    add("--prompts", type=int, default=16, help="of generation")
+    add("--new-tokens", type=int, default=96)
+    add("--needle-lengths", type=int, nargs="+", default=[512, 1024])
+    add("--needles", type=int, default=16, help="samples of each task and length")
+    add("--seconds", type=float, default=float("inf"), help="no further batch of a section after")
+    command.set_defaults(run=_herald_quality)
