@@ -1,7 +1,6 @@
 import shutil
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,18 +70,10 @@ def test_a_folder_comes_before_the_hub(tmp_path, monkeypatch, data_dir):
 
 
 @pytest.mark.slow
-def test_default_model_answers(default_model_path):
+def test_default_model(default_model_path, default_checkpoint):
+    """The file's weights and tokenizer; that they fit together, test_default_model.py shows."""
     model, tokenizer = load_pretrained(default_model_path)
     assert model.config.tie_word_embeddings and model.config.rope.theta == 100000
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.encode_chat(question)
-    tokens = np.zeros((1, 64), np.int32)
-    tokens[0, : len(ids)] = ids
-    forward = jax.jit(lambda m, t, n: m(t, lengths=n)[0, n[0] - 1].argmax())
-    answer = []
-    for end in range(len(ids), 64):
-        answer.append(int(forward(model, jnp.asarray(tokens), jnp.array([end]))))
-        if answer[-1] in tokenizer.eos_token_ids:
-            break
-        tokens[0, end] = answer[-1]
-    assert "Paris" in tokenizer.decode(answer)
+    stored = default_checkpoint.read("model.layers.3.self_attn.q_proj.weight")
+    np.testing.assert_array_equal(model.layers[3].q.kernel[...].T, stored)
+    assert tokenizer.decode(tokenizer.encode("Paris, France")) == "Paris, France"
