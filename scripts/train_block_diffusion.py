@@ -34,6 +34,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rank", type=int, default=16, help="of the adapter")
     add("--alpha", type=float, default=32.0, help="the adapter counts alpha / rank")
     add("--full", action="store_true", help="train all weights instead of an adapter")
+    add("--start", help="adapter to go on from, 'default' or a file; it says all of the above")
     add = parser.add_argument_group("loss").add_argument
     add("--noise", choices=("block", "sequence"), default="block", help="what has one mask rate")
     add("--noise-low", type=float, default=0.0, help="least noise level")
@@ -44,12 +45,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=True,
         help="see every window a second time with the other tokens masked",
     )
+    add("--suffix", type=float, default=0.0, help="share of blocks masked from a place on")
     add(
         "--weighting",
         choices=("mean", "inverse_rate"),
         default="mean",
         help="how masked tokens count",
     )
+    add("--nearness", type=float, default=1.0, help="weight of a mask for each one before it")
     add("--distil", type=float, default=0.0, help="share of the causal model's KL in the loss")
     add("--remat", action=argparse.BooleanOptionalAction, default=True, help="less memory, slower")
     add_run_options(parser, learning_rate=1e-3, clip=1.0, weight_decay=0.0, batch=16)
@@ -65,11 +68,15 @@ def settings(args: argparse.Namespace) -> Any:
     from sparda_jax.diffusion.training import BlockTrainConfig
 
     noise = NoiseConfig(
-        args.noise, args.noise_low, args.noise_high, complementary=args.complementary
+        args.noise,
+        args.noise_low,
+        args.noise_high,
+        complementary=args.complementary,
+        suffix=args.suffix,
     )
     return BlockTrainConfig(
         diffusion=DiffusionConfig(args.block_size, args.mask_token, args.logit_shift is not False),
-        loss=BlockLossConfig(noise, args.weighting, args.distil, args.remat),
+        loss=BlockLossConfig(noise, args.weighting, args.distil, args.nearness, args.remat),
         lora=None if args.full else LoraConfig(args.rank, args.alpha),
         **run_settings(args),
     )
@@ -93,12 +100,18 @@ def with_model_facts(args: argparse.Namespace, config: Any, facts: Any) -> Any:
 def run(args: argparse.Namespace) -> int:
     # Settings first: a mistake in them should not wait for the weights.
     config = settings(args)
-    from sparda_jax.diffusion.files import save_adapter
+    import dataclasses
+
+    from sparda_jax.diffusion.files import read_adapter, save_adapter
     from sparda_jax.diffusion.training import BlockTrainer
 
     model, train, held_out, devices = prepared(args)
     config = with_model_facts(args, config, model.config.diffusion)
-    trainer = BlockTrainer(model, config, train, held_out, args.out, devices)
+    start = None
+    if args.start is not None:
+        start, lora, diffusion = read_adapter(args.start, model)
+        config = dataclasses.replace(config, lora=lora, diffusion=diffusion)
+    trainer = BlockTrainer(model, config, train, held_out, args.out, devices, start=start)
     state = trained(args, trainer, "accuracy")
     if state is None:
         return 0

@@ -50,6 +50,26 @@ def save_adapter(
     write_whole(path, tensors, KEY, header)
 
 
+def read_adapter(
+    path: str | Path, model: Decoder
+) -> tuple[Weights, LoraConfig | None, DiffusionConfig]:
+    """What `save_adapter` wrote, float32; arguments and errors as those of `load_adapter`."""
+    path = default_block_diffusion() if path == "default" else Path(path)
+    header = read_header(path, KEY, VERSION, "block-diffusion weights")
+    if header is None:
+        raise ValueError(f"{path} holds no block-diffusion adapter")
+    check_base(path, header, model_fingerprint(model))
+    try:
+        fields = header["lora"]
+        lora = fields and LoraConfig(**{**fields, "targets": tuple(fields["targets"])})
+        diffusion = DiffusionConfig(**header["diffusion"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has damaged metadata: {error}") from None
+    weights = {name: jnp.asarray(array, jnp.float32) for name, array in read_tensors(path)}
+    check_finite(path, weights)
+    return weights, lora, diffusion
+
+
 def load_adapter(path: str | Path, model: Decoder) -> Decoder:
     """The model as a block-diffusion model, by an adapter that was trained for it.
 
@@ -64,17 +84,4 @@ def load_adapter(path: str | Path, model: Decoder) -> Decoder:
         ValueError: an adapter of another base model, damaged or of other weights.
         NotImplementedError: a later version of the format.
     """
-    path = default_block_diffusion() if path == "default" else Path(path)
-    header = read_header(path, KEY, VERSION, "block-diffusion weights")
-    if header is None:
-        raise ValueError(f"{path} holds no block-diffusion adapter")
-    check_base(path, header, model_fingerprint(model))
-    try:
-        fields = header["lora"]
-        lora = fields and LoraConfig(**{**fields, "targets": tuple(fields["targets"])})
-        diffusion = DiffusionConfig(**header["diffusion"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has damaged metadata: {error}") from None
-    weights = {name: jnp.asarray(array, jnp.float32) for name, array in read_tensors(path)}
-    check_finite(path, weights)
-    return adapted(model, weights, lora, diffusion)
+    return adapted(model, *read_adapter(path, model))

@@ -20,7 +20,7 @@ from jax import lax
 from sparda_jax.config import ModelConfig
 from sparda_jax.diffusion.config import diffusion_of
 from sparda_jax.diffusion.masks import training_mask
-from sparda_jax.diffusion.noise import NoiseConfig
+from sparda_jax.diffusion.noise import NoiseConfig, noisy_copies
 from sparda_jax.models.attention import masked_attention
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import rope_at
@@ -38,6 +38,8 @@ class BlockLossConfig:
         weighting: "mean": over masked tokens (Fast-dLLM v2, LLaDA2); "inverse_rate": each
             divided by its mask rate, the sum by the number of all answer tokens (SDAR).
         distil: share of the teacher's KL in the loss, the rest being cross entropy; 0: no teacher.
+        nearness: a token counts nearness ** (masked tokens before it in its block), with weighting
+            "mean": below 1 what is decided next counts most.
         remat: compute each layer again in the backward pass instead of keeping its insides.
         chunk_rows: rows whose logits exist at a time.
     """
@@ -45,6 +47,7 @@ class BlockLossConfig:
     noise: NoiseConfig = dataclasses.field(default_factory=NoiseConfig)
     weighting: Weighting = "mean"
     distil: float = 0.0
+    nearness: float = 1.0
     remat: bool = True
     chunk_rows: int = 4096
 
@@ -53,6 +56,10 @@ class BlockLossConfig:
             raise ValueError(f"unknown loss weighting {self.weighting!r}")
         if self.weighting == "inverse_rate" and self.noise.complementary:
             raise ValueError("complementary masks have no single rate: use weighting 'mean'")
+        if not 0 < self.nearness <= 1:
+            raise ValueError(f"nearness must be in (0, 1], got {self.nearness}")
+        if self.nearness < 1 and self.weighting != "mean":
+            raise ValueError(f"nearness {self.nearness} goes with weighting 'mean' alone")
         if not 0 <= self.distil <= 1:
             raise ValueError(f"distil must be in [0, 1], got {self.distil}")
         if self.chunk_rows < 1:
@@ -121,19 +128,24 @@ def noisy_hidden(
 def scored_rows(
     model: Decoder,
     hidden: Float[Array, "C B T D"],
-    masked: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"]]:
-    """The row that predicts each token, and which tokens are scored.
+    masked: Bool[Array, "C B T"],
+) -> tuple[Float[Array, "B T D"], Bool[Array, "B T"], Int[Array, "B T"]]:
+    """The row that predicts each token, which tokens are scored, and the masks before each.
 
-    With two copies, the second being the complement, each token is masked in one of them.
+    A token is scored once, in the copy that masks it and has the fewest masked tokens before it in
+    its block. With two copies, the second being the complement, that is the one that masks it.
     """
     facts, _ = diffusion_of(model.config)
     if facts.logit_shift:  # token 0 has no row before it and is not scored
         hidden = jnp.concatenate([hidden[:, :, :1], hidden[:, :, :-1]], axis=2)
-    first = (jnp.arange(masked.shape[1]) > 0) | (not facts.logit_shift)
-    if len(hidden) == 1:
-        return hidden[0], masked & first
-    return jnp.where(masked[..., None], hidden[0], hidden[1]), jnp.broadcast_to(first, masked.shape)
+    place = jnp.arange(masked.shape[2])
+    before = jnp.cumsum(masked, axis=2) - masked
+    before -= before[:, :, place // facts.block_size * facts.block_size]
+    before = jnp.where(masked, before, facts.block_size)
+    copy = jnp.argmin(before, axis=0)
+    rows = jnp.take_along_axis(hidden, copy[None, :, :, None], axis=0)[0]
+    scored = jnp.any(masked, axis=0) & ((place > 0) | (not facts.logit_shift))
+    return rows, scored, jnp.min(before, axis=0)
 
 
 def cross_entropy(
@@ -229,9 +241,9 @@ def block_diffusion_loss(
         mask_embedding: in place of the mask token's; None: the model's own.
         teacher: a causal model of the same tokens, for `config.distil`.
     """
-    _, mask_token_id = diffusion_of(model.config)
     answer = jnp.ones(tokens.shape, bool) if editable is None else editable
-    copies = [masked, answer & ~masked] if config.noise.complementary else [masked]
+    facts, mask_token_id = diffusion_of(model.config)
+    copies = noisy_copies(masked, answer, facts.block_size, config.noise)
     clean = model.embed(tokens)
     vector = (
         model.embed(jnp.full((1, 1), mask_token_id))
@@ -240,10 +252,13 @@ def block_diffusion_loss(
     )
     noisy = jnp.stack([jnp.where(hidden[..., None], vector, clean) for hidden in copies])
     hidden = noisy_hidden(model, noisy, clean, remat=config.remat)
-    rows, scored = scored_rows(model, hidden, masked)
+    rows, scored, before = scored_rows(model, hidden, copies)
     scored &= answer
     count = jnp.maximum(jnp.sum(scored), 1)
     weights = scored / count
+    if config.nearness < 1:
+        weights = jnp.where(scored, config.nearness**before, 0.0)
+        weights /= jnp.maximum(jnp.sum(weights), 1.0)
     if config.weighting == "inverse_rate":
         weights = scored / rate / jnp.maximum(jnp.sum(answer), 1)
     taught = None

@@ -113,8 +113,9 @@ class BlockTrainer(Run):
 
     config: BlockTrainConfig
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, start: Weights | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._start = start
         length, width = self.train.tokens.shape[1], self.config.diffusion.block_size
         if length % width:
             raise ValueError(f"windows of {length} tokens are no whole number of blocks of {width}")
@@ -123,8 +124,10 @@ class BlockTrainer(Run):
             raise ValueError(f"mask token {mask} is not in the vocabulary of {vocabulary}")
 
     def initial(self) -> TrainState:
-        """An adapter that changes nothing, or the model's own weights."""
+        """The weights to start from; else an adapter that changes nothing, or the model's own."""
         config = self.config
+        if self._start is not None:
+            return begin(self._start, config)
         weights = (
             full_weights(self.model)
             if config.lora is None

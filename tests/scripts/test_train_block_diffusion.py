@@ -12,6 +12,7 @@ from sparda_jax.diffusion.files import load_adapter
 SMALL = [
     "--block-size=8", "--mask-token=5", "--window=32", "--steps=3", "--batch=2", "--rank=2",
     "--save-every=2", "--eval-every=0", "--held-out=0.3", "--dtype=float32", "--distil=0.5",
+    "--suffix=0.5", "--nearness=0.8",
 ]  # fmt: skip
 
 
@@ -46,7 +47,15 @@ def test_trains_saves_and_goes_on(call, checkpoint, tmp_path):
     before = (tmp_path / "block_diffusion.safetensors").read_bytes()
     code, _, notes = call("--out", str(tmp_path))
     assert code == 0 and "step" not in notes
-    assert (tmp_path / "block_diffusion.safetensors").read_bytes() == before
+    path = tmp_path / "block_diffusion.safetensors"
+    assert path.read_bytes() == before
+    # Another run goes on from there.
+    code, printed, notes = call("--out", str(tmp_path / "more"), "--start", str(path), "--rank=7")
+    assert code == 0, notes
+    further = load_adapter(printed.strip(), model)
+    steps = [np.asarray(one.layers[0].q.kernel[...]) for one in (model, merged, further)]
+    assert 0 < np.abs(steps[2] - steps[1]).max() < 0.1
+    assert np.linalg.matrix_rank(steps[2] - steps[0]) == 2
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,10 @@ from sparda_jax.diffusion.loss import (
     block_diffusion_loss,
     cross_entropy,
     noisy_hidden,
+    scored_rows,
 )
 from sparda_jax.diffusion.masks import packed_training_mask, training_mask
-from sparda_jax.diffusion.noise import NoiseConfig, draw_noise, rates
+from sparda_jax.diffusion.noise import NoiseConfig, draw_noise, noisy_copies, rates
 from sparda_jax.diffusion.training import BlockTrainConfig, BlockTrainer
 from sparda_jax.forecast.data import pack
 from sparda_jax.models import Decoder
@@ -150,9 +151,38 @@ def test_noise():
     np.testing.assert_array_equal(again[0], draw_noise(seeds, 24, 8, block)[0][5])
 
 
+def test_noise_from_a_place_on():
+    """Blocks decoded from the left; their second copy begins half a block earlier or later."""
+    config = NoiseConfig(suffix=0.5)
+    masked, rate = draw_noise(jnp.arange(500), 24, 8, config)
+    first, second = np.asarray(noisy_copies(masked, jnp.ones_like(masked), 8, config)).reshape(
+        2, 500, 3, 8
+    )
+    count = first.sum(-1, keepdims=True)
+    ordered = (first == (np.arange(8) >= 8 - count)).all(-1)
+    # Half of them, and of the others those that chance has ordered: few, all short or long.
+    assert 0.5 < ordered.mean() < 0.72
+    wanted = np.maximum(np.round(np.asarray(rate).reshape(500, 3, 8)[..., :1] * 8), 1)
+    assert (np.abs(count - wanted)[ordered] <= 1).mean() > 0.9
+    moved = (count + 3) % 8 + 1
+    expected = np.where(ordered[..., None], np.arange(8) >= 8 - moved, ~first)
+    np.testing.assert_array_equal(second, expected)
+
+
+def test_a_token_is_scored_where_it_is_nearest():
+    model = load_case_model(ROOT / "sdar_tiny", 4)
+    masked = np.array([[[0, 1, 1, 1, 1, 0, 0, 1]], [[0, 0, 0, 1, 0, 1, 1, 0]]], bool)
+    hidden = np.broadcast_to(np.arange(2)[:, None, None, None], (2, 1, 8, 3)).astype(np.float32)
+    rows, scored, before = scored_rows(model, jnp.asarray(hidden), jnp.asarray(masked))
+    np.testing.assert_array_equal(scored[0], [0, 1, 1, 1, 1, 1, 1, 1])
+    np.testing.assert_array_equal(before[0, 1:], [0, 1, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(rows[0, 1:, 0], [0, 0, 1, 0, 1, 1, 0])
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"nearness": 0.0}, r"nearness must be in \(0, 1\], got 0.0"),
         ({"noise": NoiseConfig(), "weighting": "inverse_rate"}, "no single rate"),
         ({"distil": 1.5}, r"distil must be in \[0, 1\], got 1.5"),
         ({"chunk_rows": 0}, "chunk_rows must be at least 1"),
