@@ -4,7 +4,14 @@ import argparse
 import os
 import pathlib
 
-from sparda_jax.commands.benchmarks import diffusion, engine, forecast, herald, kernels
+from sparda_jax.commands.benchmarks import (
+    diffusion,
+    engine,
+    evaluation,
+    forecast,
+    herald,
+    kernels,
+)
 
 # For machines where the code lies without its repository.
 COMMIT = os.environ.get("SPARDA_JAX_COMMIT")
@@ -17,7 +24,7 @@ def main() -> None:
     results.add_argument("--json", type=pathlib.Path, help="write a results file")
     results.add_argument("--merge", action="store_true", help="keep the file's other rows")
     commands = parser.add_subparsers(required=True)
-    for topic in (kernels, engine, forecast, diffusion, herald):
+    for topic in (kernels, engine, forecast, diffusion, herald, evaluation):
         topic.add(commands, results)
     arguments = parser.parse_args()
     arguments.run(arguments)

@@ -37,6 +37,8 @@ from sparda_jax.commands.herald import add_herald_options
 # Before jax starts: XLA writes INFO lines about the CPU to stderr otherwise.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+# For machines where the code lies without its repository.
+COMMIT = os.environ.get("SPARDA_JAX_COMMIT")
 METERS = ("perplexity", "selection")
 MODES = ("dense", "sparse", "sparda", "infinigen")
 # Of block diffusion; "auto" would be another mode for every length.
@@ -338,7 +340,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{row.name:60s} {figure}, n {row.timing.n}")
     if args.json:
         command = shlex.join(["python", *sys.argv])
-        document = results_document(command, rows, NOTES)
+        document = results_document(command, rows, NOTES, commit=COMMIT)
         document["settings"] = settings | {"seeds": args.seeds, "modes": modes}
         write_whole(args.json, json.dumps(document, indent=1, default=str) + "\n")
     return 0

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts import evaluate
+from scripts import benchmark, evaluate
 
 OPTIONS = [
     *("--block-size=8", "--kernel-size=4", "--kernel-stride=2", "--local-blocks=2"),
@@ -115,3 +115,18 @@ def test_command_line():
     assert code == 0 and "examples:\n" in out
     code, _, err = call("--model", "elsewhere", "--tasks", "vt", "--mode", "sparda")
     assert code == 2 and "name the Forecast weights" in err
+
+
+def test_speed_of_an_evaluation(checkpoint, shared_engines, text, monkeypatch, tmp_path):
+    """Both arms draw the same tokens; the file has their rates and what the one keeps."""
+    path = tmp_path / "speed.json"
+    small = [o for o in OPTIONS if not o.startswith(("--max-new", "--batch", "--budget"))]
+    arguments = ["evaluation", "--model", str(checkpoint), *small, "--modes", "dense",
+                 "--lengths=1536", "--batch=2", "--repetitions=2", f"--json={path}"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["benchmark.py", *arguments])
+    with contextlib.redirect_stdout(io.StringIO()):
+        benchmark.main()
+    ours, alone, share = json.loads(path.read_text())["rows"]
+    assert ours["name"] == "evaluation/dense/1536/B2/evaluation" and ours["median"] > 0
+    assert share["target"] == 0.9 and share["meets"] == (share["median"] >= 0.9)
+    assert 0.2 < share["median"] < 5 and alone["unit"] == "tok/s"

@@ -1,5 +1,8 @@
 """What the pictures are drawn from: blocks attended, and events of a trace."""
 
+import copy
+import dataclasses
+import itertools
 import json
 
 import jax
@@ -7,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparda_jax.evaluation import attended, policies, report, timeline
+from sparda_jax.config import DiffusionConfig, SamplingParams
+from sparda_jax.diffusion.config import DenoiseParams
+from sparda_jax.diffusion.generate import BlockEngine
+from sparda_jax.diffusion.plan import BlockEngineConfig
+from sparda_jax.diffusion.reference import decode_plainly
+from sparda_jax.evaluation import attended, policies, report, timeline, unmasking
 from sparda_jax.evaluation.plots import Event
 
 
@@ -29,6 +37,23 @@ def test_blocks_of_the_last_tokens(tiny):
         attended.attended_blocks(tiny.model, policies.DENSE, tokens, tiny.sparse, 3)
     with pytest.raises(ValueError, match="99 steps of a sequence of 76 tokens"):
         attended.attended_blocks(tiny.model, policy, tokens, tiny.sparse, 99)
+
+
+def test_order_of_unmasking(tiny):
+    """As the slow twin decides, which has no cache: a prompt's tail, three blocks, a limit."""
+    model = copy.copy(tiny.model)
+    model.config = dataclasses.replace(tiny.config, diffusion=DiffusionConfig(8, 39))
+    engine = BlockEngine(model, config=BlockEngineConfig(kv_block=16, prefill_chunk=32))
+    prompt, sampling = tiny.tokens[0, :11].tolist(), SamplingParams(max_new_tokens=15)
+    rule = DenoiseParams("low_confidence_static", steps=3)
+    steps = unmasking.order_of(engine, prompt, sampling, rule)
+    expected = np.full((3, 8), -1)
+    _, plain = decode_plainly(model, prompt, sampling, rule)
+    for start, group in itertools.groupby(plain, key=lambda step: step.start):
+        for number, step in enumerate(group):
+            expected[start // 8 - 1, step.decided] = number
+    assert (steps == expected).all()
+    assert (steps[0, :3] == -1).all() and steps[0, 3:].min() == 0 and steps.max() == 2
 
 
 def test_events_of_a_trace(tmp_path):
