@@ -29,6 +29,12 @@ it. Each section is a file, with the command that measured it. Brackets hold wha
 spread: an interval of confidence for scores, the range or the outer percentiles of repetitions for
 times.
 """
+BUDGETS = """\
+## Accuracy against the budget
+
+Mean scores of the evaluations below over the share of the context that a token attends; dense
+attends all of it. Blocks of another size are another policy.
+"""
 COMPARISON = """\
 ## Against published numbers
 
@@ -214,9 +220,14 @@ def page(results: Sequence[Results], pictures: dict[str, list[str]]) -> str:
         pictures: paths from the page, by the path of the results file that they show.
     """
     own = [part for part in results if part.path.parent.name != PUBLISHED]
+    budgets = [f"![Accuracy against the budget]({name})" for name in pictures.get("budget", [])]
+    budgets[:0] = [BUDGETS.rstrip()] if budgets else []
     sections = [_section(part, pictures.get(str(part.path), [])) for part in own]
     return (
-        "\n\n".join(filter(None, [INTRODUCTION.rstrip(), _comparison(results), *sections])) + "\n"
+        "\n\n".join(
+            filter(None, [INTRODUCTION.rstrip(), _comparison(results), *budgets, *sections])
+        )
+        + "\n"
     )
 
 
@@ -236,6 +247,48 @@ def _by_batch(results: Results) -> dict[str, dict[str, list[Point]]]:
         if found and row["unit"] == "tok/s":
             series = panels.setdefault(f"{found[1]}, {found[2]}", {})
             series.setdefault(found[4], []).append(_point(int(found[3]), row))
+    return panels
+
+
+def _by_context(results: Results) -> dict[str, dict[str, list[Point]]]:
+    """The same rows by context: a panel a batch."""
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for name, row in results.named.items():
+        found = re.fullmatch(r"(.*)/(\d+K)/B(\d+)/(.+)", name)
+        length = _length(found[2]) if found else None
+        if found and length and row["unit"] == "tok/s":
+            series = panels.setdefault(f"{found[1]}, batch {found[3]}", {})
+            series.setdefault(found[4], []).append(_point(length, row))
+    return panels
+
+
+def _share(own: dict[str, Any], length: float) -> float:
+    """Of a context, what a token attends in a mode."""
+    if "sparse" in own:
+        rules = own["sparse"]
+        return min(1.0, rules["budget_blocks"] * rules["geometry"]["block_size"] / length)
+    budget = own["engine"].get("budget")
+    return 1.0 if budget is None or own["engine"]["mode"] == "dense" else budget["share"]
+
+
+def _by_budget(results: Sequence[Results]) -> dict[str, dict[str, list[Point]]]:
+    """Mean scores of evaluations of one device over the budget: a panel a suite and length."""
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for part in results:
+        settings = part.document.get("settings", {}).get("modes", {})
+        for name, row in part.named.items():
+            found = re.fullmatch(r"(\w+)/(\w+)/mean/(\w+)", name)
+            length = _length(found[2]) if found else None
+            if not found or not length or found[3] not in settings or row["unit"] != "score":
+                continue
+            own, mode = settings[found[3]], found[3]
+            if "sparse" in own:
+                mode += f", blocks of {own['sparse']['geometry']['block_size']}"
+            kind = "blocks" if "denoise" in own else found[1]
+            point = _point(_share(own, length), row)
+            points = panels.setdefault(f"{kind}, {found[2]} tokens", {}).setdefault(mode, [])
+            if point not in points:  # one dense run serves several files
+                points.append(point)
     return panels
 
 
@@ -271,9 +324,16 @@ def _by_position(results: Results) -> dict[str, dict[str, list[Point]]]:
 
 _CURVES: dict[str, tuple[Callable[[Results], dict[str, dict[str, list[Point]]]], str, str]] = {
     "batch": (_by_batch, "batch", "tokens/s"),
+    "context": (_by_context, "context", "tokens/s"),
     "length": (_by_length, "tokens", "score"),
     "position": (_by_position, "position, up to", "perplexity"),
 }
+
+
+def _several(panels: dict[str, dict[str, list[Point]]]) -> dict[str, dict[str, list[Point]]]:
+    """Panels that have a curve: one point is none."""
+    xs = lambda series: {point.x for points in series.values() for point in points}
+    return {title: series for title, series in panels.items() if len(xs(series)) > 1}
 
 
 def draw(results: Sequence[Results], folder: Path) -> dict[str, list[str]]:
@@ -284,7 +344,7 @@ def draw(results: Sequence[Results], folder: Path) -> dict[str, list[str]]:
         folder: for the pictures.
 
     Returns:
-        File names by the path of the results file.
+        File names by the path of the results file; those of several files by "budget".
     """
     made: dict[str, list[str]] = {}
 
@@ -293,17 +353,17 @@ def draw(results: Sequence[Results], folder: Path) -> dict[str, list[str]]:
         made.setdefault(str(part.path), []).append(name)
         return folder / name
 
+    for device in sorted({part.path.parent.name for part in results}):
+        panels = _several(_by_budget([p for p in results if p.path.parent.name == device]))
+        if panels:
+            made.setdefault("budget", []).append(f"{device}_budget.svg")
+            path = folder / made["budget"][-1]
+            plots.curves(panels, path, x="share of the context attended", y="score")
     for part in results:
         if part.path.parent.name == PUBLISHED:
             continue
         for kind, (choose, x, y) in _CURVES.items():
-            # One point is no curve.
-            panels = {
-                title: series
-                for title, series in choose(part).items()
-                if len({point.x for points in series.values() for point in points}) > 1
-            }
-            if panels:
+            if panels := _several(choose(part)):
                 plots.curves(panels, target(part, kind), x=x, y=y)
         roofline = {
             name: Point(0, row["of_roofline"], row["of_roofline"], row["of_roofline"])

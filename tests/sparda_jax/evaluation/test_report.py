@@ -35,13 +35,16 @@ def test_pictures_are_of_files_that_are_there(results):
     assert pictures
     for picture in pictures:
         assert (PAGE.parent / picture).is_file(), picture
-        assert Path(picture).stem.rsplit("_", 1)[0] in files, picture
+        owner, kind = Path(picture).stem.rsplit("_", 1)
+        assert kind == "budget" or owner in files, picture
 
 
 def test_every_figure_in_a_table_is_a_row(results):
     """Not by the code that made the page: each number of a section is looked up in its file."""
     sections = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
-    by_title = {part.title: [part] for part in results} | {"Against published numbers": results}
+    by_title = {part.title: [part] for part in results} | dict.fromkeys(
+        ("Against published numbers", "Accuracy against the budget"), results
+    )
     checked = 0
     for section in sections:
         parts = by_title[section.splitlines()[0]]
@@ -61,7 +64,7 @@ def test_every_figure_in_a_table_is_a_row(results):
 
 
 def test_no_sentence_of_ours_holds_a_figure():
-    for text in (report.INTRODUCTION, report.COMPARISON):
+    for text in (report.INTRODUCTION, report.COMPARISON, report.BUDGETS):
         assert not re.search(r"\d", text)
 
 
@@ -102,7 +105,8 @@ def test_sections_and_comparison(write):
 
 def test_pictures(write):
     pytest.importorskip("matplotlib", reason="the extra 'plots' is not installed")
-    rows = [ROW | {"name": f"decode/m/4K/B{b}/sparda", "of_roofline": 0.5} for b in (1, 2)]
+    rows = [ROW | {"name": f"decode/m/{k}K/B{b}/sparda", "of_roofline": 0.5}
+            for b, k in ((1, 4), (2, 4), (2, 8))]  # fmt: skip
     write("gpu/decode.json", rows, events=[["compute", "attend", 0, 5], ["copy", "fetch", 2, 9]])
     ids = [[[[0, 2]], [[1, 2]]]]
     folder = write(
@@ -111,6 +115,14 @@ def test_pictures(write):
     scores = [ROW | {"name": f"ruler/{n}K/vt/dense", "unit": "score"} for n in (1, 2)]
     scores += [ROW | {"name": f"perplexity/1K/tokens_{a}-{b}/dense"} for a, b in ((1, 8), (8, 16))]
     write("cpu/evaluation.json", scores, settings={})
+    for budget in (2, 8):
+        rules = {"budget_blocks": budget, "geometry": {"block_size": 64}}
+        modes = {"dense": {"engine": {}}, "sparse": {"engine": {}, "sparse": rules}}
+        means = [ROW | {"name": f"ruler/1K/mean/{mode}", "unit": "score"} for mode in modes]
+        write(f"gpu/evaluation_{budget}.json", means, settings={"modes": modes})
+    shown = report._by_budget(report.read_results(folder / "results"))
+    assert [point.x for point in shown["ruler, 1K tokens"]["sparse, blocks of 64"]] == [0.125, 0.5]
+    assert [point.x for point in shown["ruler, 1K tokens"]["dense"]] == [1.0]
     arguments = ["--results", str(folder / "results"), "--page", str(folder / "docs" / "page.md")]
     stale = folder / "docs" / "page" / "gone.svg"
     stale.parent.mkdir(parents=True)
@@ -118,8 +130,10 @@ def test_pictures(write):
     assert script.main(arguments) == 0 and not stale.exists()
     drawn = {path.name: path.read_bytes() for path in stale.parent.iterdir()}
     kinds = {name.removesuffix(".svg").split("_", 1)[1] for name in drawn}
-    assert kinds == {"decode_batch", "decode_roofline", "decode_timeline", "attended_attended",
-                     "attended_unmasked", "evaluation_length", "evaluation_position"}  # fmt: skip
+    assert kinds == {
+        *("budget", "decode_batch", "decode_context", "decode_roofline", "decode_timeline"),
+        *("attended_attended", "attended_unmasked", "evaluation_length", "evaluation_position"),
+    }
     assert all(name in (folder / "docs" / "page.md").read_text() for name in drawn)
     assert script.main(arguments) == 0
     assert drawn == {path.name: path.read_bytes() for path in stale.parent.iterdir()}
