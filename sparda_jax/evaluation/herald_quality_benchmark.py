@@ -50,6 +50,7 @@ class BenchmarkPlan:
         generate_modes: besides dense.
         prompts: of generation, of `length` tokens each.
         new_tokens: generated after each.
+        threshold: of the generation's confidence: at 0.9 this model decides one token at a time.
         needle_lengths: tokens.
         needles: samples of each length and task.
         seconds: begin no further batch of a section after.
@@ -64,6 +65,7 @@ class BenchmarkPlan:
     generate_modes: tuple[Mode, ...] = ("mage", "herald", "infinigen")
     prompts: int = 16
     new_tokens: int = 96
+    threshold: float = 0.7
     needle_lengths: tuple[int, ...] = (512, 1024)
     needles: int = 16
     seconds: float = float("inf")
@@ -188,10 +190,11 @@ def _generation(
 ) -> Iterator[Row]:
     """Forwards a block and how often drafts come true, in free generation."""
     sampling = SamplingParams(max_new_tokens=plan.new_tokens, stop_token_ids=())
+    rule = dataclasses.replace(DenoiseParams.of_family(model.config), threshold=plan.threshold)
     dense: list[list[int]] = []
     for name, engine in _engines(model, plan):
         report(f"generation, {name}")
-        results, told = engine.generate(prompts.tolist(), sampling)
+        results, told = engine.generate(prompts.tolist(), sampling, rule)
         tokens = [result.tokens for result in results]
         dense = dense or tokens
         prefix = f"herald_quality/generation/{plan.length}/{name}"

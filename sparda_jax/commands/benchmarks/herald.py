@@ -139,6 +139,7 @@ def _herald_quality(arguments: argparse.Namespace) -> None:
         generate_modes=tuple(arguments.generate_modes),
         prompts=arguments.prompts,
         new_tokens=arguments.new_tokens,
+        threshold=arguments.threshold,
         needle_lengths=tuple(arguments.needle_lengths),
         needles=arguments.needles,
         seconds=arguments.seconds,
@@ -211,6 +212,7 @@ def add(commands: Commands, results: argparse.ArgumentParser) -> None:
     add("--generate-modes", nargs="+", default=["mage", "herald", "infinigen"])
     add("--prompts", type=int, default=16, help="of generation")
     add("--new-tokens", type=int, default=96)
+    add("--threshold", type=float, default=0.7, help="of the generation's confidence")
     add("--needle-lengths", type=int, nargs="+", default=[512, 1024])
     add("--needles", type=int, default=16, help="samples of each task and length")
     add("--seconds", type=float, default=float("inf"), help="no further batch of a section after")
