@@ -16,9 +16,12 @@ from flax import nnx
 from host_offload.cpu_selection import CpuSelector, SelectionRule
 from host_offload.retrieval import Retrieval, Span, Staging
 from sparda_jax.config import DiffusionConfig, MoeConfig
+from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.diffusion.masks import block_causal_mask
 from sparda_jax.diffusion.plan import BlockEngineConfig
+from sparda_jax.engine.scheduler import Scheduler
+from sparda_jax.engine.service import SchedulerConfig
 from sparda_jax.herald import forward
 from sparda_jax.herald.config import MODES, Budget
 from sparda_jax.herald.engine import HeraldEngine
@@ -208,9 +211,8 @@ def test_used_buffers_filled_with_nan_change_nothing(base, prompts, herald, monk
     equal(run(base, prompts), herald)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_delays_change_nothing(base, prompts, herald, monkeypatch, seed):
-    rng = random.Random(seed)
+def test_random_delays_change_nothing(base, prompts, herald, monkeypatch):
+    rng = random.Random(1)
     for name in ("_fill", "_write", "_retrieve", "_send"):
         whole = getattr(Retrieval, name)
 
@@ -237,6 +239,40 @@ def test_requests_join_and_leave_at_block_boundaries(base, prompts, herald):
     assert found.tokens == [herald.tokens[row] for row in wanted]
     for rows, row in zip(found.rows, wanted, strict=True):
         np.testing.assert_array_equal(rows, herald.rows[row])
+
+
+def test_the_scheduler_serves_blocks(base, prompts, dense_tokens):
+    """Requests join and leave, one is cancelled, one fails: each says what it says alone.
+
+    Prefill of one goes on between the blocks of others; all rows are chosen, so tokens are dense.
+    """
+    scheduler = Scheduler(
+        base.with_config(settings()), SchedulerConfig(rows=2, max_length=96, prefill_seconds=1e-6)
+    )
+    slow = DenoiseParams("sequential", steps=WIDTH)
+    alone = scheduler.submit(prompts[0], SAMPLING, denoise=slow).result()
+    assert alone.steps[0] == WIDTH and alone.tokens != dense_tokens[0]
+    pieces = []
+    first = scheduler.submit(prompts[0], SAMPLING, denoise=RULE, on_piece=pieces.append)
+    others = [scheduler.submit(prompts[row], SAMPLING, denoise=RULE) for row in (1, 2, 1)]
+    other = scheduler.submit(prompts[0], SAMPLING, denoise=slow)
+    while others[0].phase != "decode":
+        scheduler.step()
+    assert first.phase == "decode"
+    others[2].cancel()
+    with pytest.raises(ValueError, match="one for each step"):
+        scheduler.submit([1], dataclasses.replace(SAMPLING, logprobs=1))
+    with pytest.raises(ValueError, match=r"80 tokens and asks for 27 more: 107 exceed .* 96"):
+        scheduler.submit([1] * 80, SAMPLING)
+    assert [handle.result().tokens for handle in (first, *others[:2])] == dense_tokens
+    assert [len(piece.tokens) for piece in pieces] == [8, 8, 8, 3]
+    assert first.result().steps == [piece.steps for piece in pieces]
+    assert other.result().tokens == alone.tokens and other.result().steps == alone.steps
+    assert others[2].result().finish_reason == "cancelled"
+    assert scheduler.running == scheduler.waiting == scheduler.blocks_used == 0
+    assert scheduler.free_rows == 2
+    assert scheduler.counters.finished == {"length": 5, "cancelled": 1}
+    scheduler.drain()
 
 
 def test_bytes_to_the_device_are_exact_and_go_once(herald):
@@ -289,17 +325,8 @@ def test_late_selection_is_given_up_in_the_open(base, prompts, monkeypatch):
     assert time.monotonic() - begun < 300
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rule": SelectionRule(run=4)},
-        {"queries": "all"},
-    ],
-    ids=["runs", "all_queries"],
-)
-def test_options(base, prompts, dense_tokens, fields):
-    """Each with a budget of all rows gives dense tokens."""
-    found = run(base.with_config(settings(**fields)), prompts)
+def test_runs_of_rows(base, prompts, dense_tokens):
+    found = run(base.with_config(settings(rule=SelectionRule(run=4))), prompts)
     assert found.tokens == dense_tokens
 
 
