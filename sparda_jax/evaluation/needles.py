@@ -4,7 +4,8 @@ The prompts are our own wording of the published formats and the haystack is wha
 so the scores compare policies with one another, not with published ones. A value counts as found if
 every one of its tokens is the likeliest after the true tokens before it: for the first value that
 is what greedy decoding after the answer prefix does; for later ones it is greedy decoding after the
-true earlier ones, in the order of the text.
+true earlier ones, in the order of the text. Beside `tasks/ruler.py`, which generates: here every
+sample starts at another sentence of another text, and no lists of words are needed.
 """
 
 from __future__ import annotations
