@@ -345,8 +345,8 @@ def _convert(array: jax.Array, dtype: jnp.dtype, transpose: bool) -> tuple[jax.A
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _as_parameter(array: jax.Array, dtype: jnp.dtype, transpose: bool) -> jax.Array:
-    # Always a new array: on a CPU the argument may be the pages of the file.
-    return jnp.copy(array.swapaxes(-1, -2) if transpose else array).astype(dtype)
+    # A new array also where nothing changes: on a CPU the argument may be the pages of the file.
+    return (array.swapaxes(-1, -2) if transpose else array).astype(dtype)
 
 
 @partial(jax.jit, static_argnums=1)

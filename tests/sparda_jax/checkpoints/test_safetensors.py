@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from sparda_jax.checkpoints.safetensors import load_safetensors
+from sparda_jax.checkpoints.safetensors import load_safetensors, read_folder
+from sparda_jax.sharding import make_mesh
 
 CASE = "block_diffusion/qwen2_tiny"
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -266,3 +267,20 @@ def test_what_is_cut_off_is_named(folder):
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size - 8])
     fails(folder, ValueError, f" ends at byte {size}, found {size - 8} (1 tensors cut)")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_model_keeps_nothing_of_the_file(folder, place):
+    """Until they are on the device, tensors are views of the mapped file, aligned for XLA or not."""
+    path = folder / "model.safetensors"
+    edit(folder, lambda t: t.update({n: a.astype(np.float32) for n, a in t.items()}))
+    expected, data = load_safetensors(folder), path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:start].rstrip()
+    header += b" " * ((place - 8 - len(header)) % 64)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[start:])
+    model, _ = read_folder(folder, dtype=jnp.float32, mesh=make_mesh())
+    with path.open("r+b") as file:
+        file.seek(8 + len(header))
+        file.write(bytes(len(data) - start))
+    assert_same(model, expected)
