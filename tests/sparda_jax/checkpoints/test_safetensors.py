@@ -271,7 +271,7 @@ def test_what_is_cut_off_is_named(folder):
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_model_keeps_nothing_of_the_file(folder, place):
-    """Until they are on the device, tensors are views of the mapped file, aligned for XLA or not."""
+    """Until on the device, tensors are views of the mapped file, aligned for XLA or not."""
     path = folder / "model.safetensors"
     edit(folder, lambda t: t.update({n: a.astype(np.float32) for n, a in t.items()}))
     expected, data = load_safetensors(folder), path.read_bytes()
