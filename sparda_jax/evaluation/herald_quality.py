@@ -214,6 +214,12 @@ class Windows:
         _, _, self._state = hidden_rows(engine, self._state, turn, source, lookahead=True)
         return chooser
 
+    def keys(self, layer: int) -> np.ndarray:
+        """A layer's, of whole windows: `[B, K, S, H]`."""
+        cache = self._state.caches[layer]
+        assert cache is not None  # no layer goes without here
+        return np.asarray(layouts.by_row(cache)[:, :, 0])
+
     def empty_pools(self) -> Pools:
         """Pools without rows."""
         engine, batch = self._engines["all"], len(self.tokens)

@@ -1,4 +1,4 @@
-"""Quality of HERALD's modes as rows: held-out text, a broad-context task, generation, needles.
+"""Quality of HERALD's modes as rows: text, a broad-context task, generation, needles.
 
 The broad-context task: a list of words drawn from a few dozen by Zipf's law, in another order of
 frequency in every window. What comes next can only be told from how often each word came before,
@@ -19,7 +19,7 @@ import numpy as np
 
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
-from sparda_jax.evaluation import herald_quality, needles
+from sparda_jax.evaluation import herald_quality, herald_selection, needles
 from sparda_jax.evaluation.herald_quality import QualityPlan, Scores, Windows
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
 from sparda_jax.evaluation.statistics import Estimate, mean, ratio
@@ -28,7 +28,7 @@ from sparda_jax.herald.engine import HeraldEngine
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.tokenization import Tokenizer
 
-SECTIONS = ("text", "words", "generation", "needles")
+SECTIONS = ("text", "words", "selection", "generation", "needles")
 _WORDS = re.findall(
     r"\w+",
     "river stone cloud bread glass horse paper light water green music table apple night "
@@ -93,6 +93,10 @@ def rows(
     if "words" in plan.sections:
         lists = word_lists(tokenizer, plan.length, plan.windows, plan.quality.seed)
         yield from _teacher_forced(model, lists, "words", plan, report)
+    if "selection" in plan.sections:
+        report("selection")
+        whole = Windows(model, text[: plan.batch], plan.quality)
+        yield from herald_selection.rows(whole, f"herald_quality/selection/{plan.length}")
     if "generation" in plan.sections:
         yield from _generation(model, text[: plan.prompts], plan, report)
     if "needles" in plan.sections:

@@ -103,7 +103,9 @@ HERALD_QUALITY_NOTES = (
     "token of the any-order likelihood bound of a block; ..._over_dense: paired difference; kl: "
     "of the predictions of masked tokens, from dense ones; recall: of the rows that all queries of "
     "the block choose over dense attention; gain_kept: of what the context is worth over the init "
-    "rows and the block before alone (near).  generation: steps: denoising forwards a block, the "
+    "rows and the block before alone (near).  selection: int8 keys and runs of rows against the "
+    "exact choice of single rows, by the centre query; mass: softmax mass that the rows hold, over "
+    "what the exact choice holds.  generation: steps: denoising forwards a block, the "
     "commit aside.  needles: share of the values found in greedy generation.  spread: 95 % "
     "bootstrap interval over windows or samples.  PX%: of the scanned rows; init rows and the "
     "block before on top."
@@ -201,7 +203,7 @@ def add(commands: Commands, results: argparse.ArgumentParser) -> None:
     add("--model", default="default", help="as in decode.py")
     add("--adapter", default="default", help='block-diffusion adapter; "none": the model has it')
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    add("--sections", nargs="+", default=["text", "words", "generation", "needles"])
+    add("--sections", nargs="+", default=["text", "words", "selection", "generation", "needles"])
     add("--length", type=int, default=2048, help="tokens of a window, a multiple of 512")
     add("--windows", type=int, default=64, help="of each teacher-forced section")
     add("--batch", type=int, default=16, help="windows at a time")
