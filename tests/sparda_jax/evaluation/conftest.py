@@ -1,5 +1,6 @@
 """A tiny model with its Forecast, skews and policy."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.geometry import BlockGeometry
-from sparda_jax.config import ModelConfig, RopeConfig, SparseConfig
+from sparda_jax.config import DiffusionConfig, ModelConfig, RopeConfig, SparseConfig
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models import Decoder
 from sparda_jax.sparse.infinigen import calibrate
@@ -40,3 +41,14 @@ def tiny():
         tokens=tokens,
         lengths=np.array([76, 53], np.int32),
     )
+
+
+@pytest.fixture(scope="package")
+def block_model(tiny):
+    """Two layers of the same shape, for block diffusion; the last token is the mask."""
+
+    def make(width, **facts):
+        diffusion = DiffusionConfig(width, 39, **facts)
+        return Decoder.random(dataclasses.replace(tiny.config, num_layers=2, diffusion=diffusion))
+
+    return make

@@ -1,7 +1,5 @@
 """What the pictures are drawn from: blocks attended, and events of a trace."""
 
-import copy
-import dataclasses
 import itertools
 import json
 
@@ -10,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparda_jax.config import DiffusionConfig, SamplingParams
+from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.diffusion.plan import BlockEngineConfig
@@ -39,10 +37,9 @@ def test_blocks_of_the_last_tokens(tiny):
         attended.attended_blocks(tiny.model, policy, tokens, tiny.sparse, 99)
 
 
-def test_order_of_unmasking(tiny):
+def test_order_of_unmasking(tiny, block_model):
     """As the slow twin decides, which has no cache: a prompt's tail, three blocks, a limit."""
-    model = copy.copy(tiny.model)
-    model.config = dataclasses.replace(tiny.config, diffusion=DiffusionConfig(8, 39))
+    model = block_model(8)
     engine = BlockEngine(model, config=BlockEngineConfig(kv_block=16, prefill_chunk=32))
     prompt, sampling = tiny.tokens[0, :11].tolist(), SamplingParams(max_new_tokens=15)
     rule = DenoiseParams("low_confidence_static", steps=3)

@@ -1,13 +1,9 @@
 """A block-diffusion model in the harness: choices by bounds, answers, and what is refused."""
 
-import copy
-import dataclasses
-
 import pytest
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
-from sparda_jax.config import DiffusionConfig  # noqa: E402
 from sparda_jax.diffusion.generate import BlockEngine  # noqa: E402
 from sparda_jax.diffusion.plan import BlockEngineConfig  # noqa: E402
 from sparda_jax.evaluation.lm_eval_blocks import BlockLM  # noqa: E402
@@ -15,12 +11,10 @@ from tests.sparda_jax.evaluation.harness import letters, local_task, requests  #
 
 
 @pytest.fixture(scope="module")
-def model(tiny):
-    blocks = copy.copy(tiny.model)
-    blocks.config = dataclasses.replace(tiny.config, diffusion=DiffusionConfig(8, 39))
+def model(block_model):
     config = BlockEngineConfig(kv_block=16, prefill_chunk=32)
     return BlockLM(
-        engine=BlockEngine(blocks, config=config),
+        engine=BlockEngine(block_model(8), config=config),
         tokenizer=letters(),
         batch_size=2,
         draws=16,
