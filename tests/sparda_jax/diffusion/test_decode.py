@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparda_jax.config import DiffusionConfig, SamplingParams
+from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.diffusion.plan import BlockEngineConfig
@@ -35,13 +35,15 @@ def prompt(length, seed):
 
 
 def rules(width):
+    """Of every kind; in wide blocks a step decides several tokens, or the test would take long."""
+    steps, sure = min(width, 8), 0.05 if width <= 8 else 0.012
     return [
-        DenoiseParams("low_confidence_dynamic", threshold=0.05),
-        DenoiseParams("low_confidence_static", steps=max(1, width // 3)),
-        DenoiseParams("sequential", steps=max(1, width // 2)),
-        DenoiseParams("entropy_bounded", entropy_bound=9.0),
-        DenoiseParams("threshold_or_best", threshold=0.05, sub_block=2, early_stop=True),
-        DenoiseParams("threshold_or_first", threshold=0.05, early_stop=True, early_limit=True),
+        DenoiseParams("low_confidence_dynamic", steps, threshold=sure),
+        DenoiseParams("low_confidence_static", max(1, steps - 1)),
+        DenoiseParams("sequential", max(1, steps // 2)),
+        DenoiseParams("entropy_bounded", entropy_bound=max(9.0, width / 1.5)),
+        DenoiseParams("threshold_or_best", threshold=sure, sub_block=width // 2, early_stop=True),
+        DenoiseParams("threshold_or_first", threshold=sure, early_stop=True, early_limit=True),
     ]
 
 
@@ -66,15 +68,10 @@ def check_against_plain(model, width):
     assert sum(k * n for k, n in report.steps.items()) == sum(len(steps) for _, steps in plain)
 
 
+@pytest.mark.parametrize("width", [4, 8, 16, 32, 64])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cached_equals_uncached(family):
-    model = load_case_model(ROOT / family, 8)
-    check_against_plain(model, 8)
-
-
-@pytest.mark.parametrize("width", [4, 16, 32, 64])
-def test_cached_equals_uncached_in_every_block_size(width):
-    check_against_plain(small(width), width)
+def test_cached_equals_uncached(family, width):
+    check_against_plain(small(width, family), width)
 
 
 def test_token_causal_clean_tokens():
@@ -83,14 +80,10 @@ def test_token_causal_clean_tokens():
     check_against_plain(model, 8)
 
 
-def small(width):
+def small(width, family="sdar_tiny"):
     """Two layers of random weights: what the second sees depends on whom the first attended."""
-    config = dataclasses.replace(
-        load_case_model(ROOT / "sdar_tiny", 4).config,
-        num_layers=2,
-        diffusion=DiffusionConfig(width, MASK, logit_shift=width == 16),
-    )
-    return Decoder.random(config, seed=width)
+    config = load_case_model(ROOT / family, width).config
+    return Decoder.random(dataclasses.replace(config, num_layers=2), seed=width)
 
 
 # --- one program, several requests ----------------------------------------------------------------
