@@ -140,7 +140,7 @@ def rows(
         plan: what is run.
         prefix: of the rows' names.
         report: told each cost estimate, and what did not fit.
-        timeline: told the events of each variant's last turn.
+        timeline: told the events of the last turn of every row.
     """
     engine: HeraldEngine | None = None
     kept: dict[str, RowStore] = {}
@@ -242,3 +242,38 @@ def _row(
     target = SHARE_OF_LIMIT * estimate.tokens_per_second if mode == "herald" else None
     timing = Timing.of([batch * width / seconds for seconds in times])
     return Row(name, timing, "tok/s", "higher", target=target, details=details), events
+
+
+# Lanes of a picture, by what ran.
+_LANES = {
+    "GPU": ("GPU", "denoising"),
+    "scan": ("CPU workers", "scan and choice"),
+    "gather": ("CPU workers, gather", "gather"),
+    "copy": ("copy engine", "copy to device"),
+}
+
+
+def timeline_rows(
+    name: str, events: Sequence[Event]
+) -> tuple[list[Row], list[tuple[str, str, float, float]]]:
+    """One turn for a results file: time by lane, and events that `scripts/report.py` draws.
+
+    Args:
+        name: of the row that was timed.
+        events: of its last turn.
+
+    Returns:
+        Rows, and (lane, what, start, duration) in microseconds.
+    """
+    first = min(begun for _, begun, _ in events)
+    order = list(_LANES)
+    shown = [
+        (*_LANES[what], round(1e6 * (begun - first), 1), round(1e6 * (ended - begun), 1))
+        for what, begun, ended in sorted(events, key=lambda e: (order.index(e[0]), e[1]))
+    ]
+    rows = []
+    for lane in dict.fromkeys(lane for lane, *_ in shown):
+        times = [duration for one, _, _, duration in shown if one == lane]
+        timing = Timing(sum(times), (min(times), max(times)), len(times))
+        rows.append(Row(f"timeline/{name}/{lane}", timing, "us", "lower"))
+    return rows, shown

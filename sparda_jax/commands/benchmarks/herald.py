@@ -24,12 +24,15 @@ HERALD_NOTES = (
 def _herald(arguments: argparse.Namespace) -> None:
     import dataclasses
     import json
+    import shlex
+    import sys
     from collections.abc import Sequence
 
     import jax.numpy as jnp
 
     from sparda_jax.config import ModelConfig
     from sparda_jax.evaluation import herald_benchmark, herald_host_benchmark
+    from sparda_jax.evaluation.kernel_benchmarks import results_document
     from sparda_jax.herald.config import Budget, HeraldConfig
     from sparda_jax.herald.cost import H200
     from sparda_jax.herald.report import Event
@@ -59,16 +62,19 @@ def _herald(arguments: argparse.Namespace) -> None:
     if arguments.estimate:
         herald_benchmark.estimates(preset, config, plan, progress)
         return
-    timelines: dict[str, Sequence[Event]] = {}
 
-    def keep(name: str, events: Sequence[Event]) -> None:
-        timelines[name] = events
-        if arguments.timelines:
-            arguments.timelines.write_text(json.dumps(timelines) + "\n")
+    def draw(name: str, events: Sequence[Event]) -> None:
+        if arguments.timeline and "/herald" in name and "serial" not in name:
+            command = shlex.join(["python", *sys.argv])
+            notes = f"One turn of {name}: sum of all times in a lane; spread: shortest and longest."
+            told, shown = herald_benchmark.timeline_rows(name, events)
+            document = results_document(command, told, notes, commit=arguments.commit)
+            arguments.timeline.write_text(json.dumps(document | {"events": shown}) + "\n")
+            arguments.timeline = None  # the first is enough
 
     model = Decoder.random(preset, dtype=jnp.bfloat16)
     prefix = f"herald/{arguments.model}/{arguments.context // 1024}K"
-    rows = herald_benchmark.rows(model, config, plan, prefix=prefix, report=progress, timeline=keep)
+    rows = herald_benchmark.rows(model, config, plan, prefix=prefix, report=progress, timeline=draw)
     publish(arguments, rows, HERALD_NOTES)
 
 
@@ -182,7 +188,9 @@ def add(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument("--device-gb", type=float, default=80.0, help="10^9 bytes of HBM to use")
     command.add_argument("--host-gb", type=float, default=200.0, help="GiB of host KV at most")
     command.add_argument("--host-rates", type=pathlib.Path, help="a results file of herald-host")
-    command.add_argument("--timelines", type=pathlib.Path, help="JSON: events of the last turns")
+    command.add_argument(
+        "--timeline", type=pathlib.Path, help="results file: a turn of the first herald mode"
+    )
     command.add_argument("--estimate", action="store_true", help="print the cost model and end")
     command.set_defaults(run=_herald)
     command = commands.add_parser(
