@@ -44,11 +44,13 @@ class Gain:
       row: which.
       tokens: drawn, in order; the stop token included.
       likelihoods: of each; None where the request did not ask.
+      steps: denoising steps of the block that they are; None where there are no blocks.
     """
 
     row: int
     tokens: list[int]
     likelihoods: list[Likelihood] | None
+    steps: int | None = None
 
 
 class Batch:

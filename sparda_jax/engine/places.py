@@ -13,6 +13,9 @@ from sparda_jax.config import SamplingParams
 from sparda_jax.engine.batch import Gain
 from sparda_jax.engine.service import SchedulerConfig
 
+# A counter, and what it counts.
+Total = tuple[float, str]
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -94,6 +97,10 @@ class Places(Protocol):
     @property
     def compilations(self) -> tuple[int, float]:
         """Programs compiled so far, and seconds that it took."""
+        ...
+
+    def totals(self) -> dict[str, Total]:
+        """Counters that only go up, and what they count, by name."""
         ...
 
     def close(self) -> None:

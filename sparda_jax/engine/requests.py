@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from sparda_jax.config import SamplingParams
-from sparda_jax.engine.batch import Likelihood
+from sparda_jax.engine.batch import Gain, Likelihood
 from sparda_jax.engine.report import FinishReason
 from sparda_jax.tokenization import StreamDecoder
 
@@ -26,11 +26,13 @@ class Piece:
       tokens: drawn; the stop token included.
       text: what became certain with them; "" without a tokenizer.
       likelihoods: of the tokens; None where they were not asked for.
+      steps: denoising steps of the block that they are; None where there are no blocks.
     """
 
     tokens: list[int]
     text: str
     likelihoods: list[Likelihood] | None
+    steps: int | None = None
 
 
 OnPiece = Callable[[Piece], None]
@@ -77,6 +79,7 @@ class Result:
         `error`; "cancelled" by `Handle.cancel`; "interrupted" by the end of the scheduler.
       error: why it failed; None otherwise.
       likelihoods: of each token; None where they were not asked for.
+      steps: denoising steps of each block, where tokens come in blocks.
       timing: when things happened.
     """
 
@@ -87,6 +90,7 @@ class Result:
     finish_reason: FinishReason
     error: str | None
     likelihoods: list[Likelihood] | None
+    steps: list[int]
     timing: Timing
 
 
@@ -217,6 +221,7 @@ class Handle:
             finish_reason=self.reason,
             error=self._error,
             likelihoods=self._likelihoods,
+            steps=[piece.steps for piece in self._pieces if piece.steps],
             timing=self.timing,
         )
 
@@ -226,7 +231,7 @@ class Handle:
 
     # What follows is for the scheduler.
 
-    def add(self, tokens: list[int], likelihoods: list[Likelihood] | None) -> FinishReason | None:
+    def add(self, gain: Gain) -> FinishReason | None:
         """Takes what was drawn; says "stop" where the request asks for no more.
 
         Raises:
@@ -235,6 +240,7 @@ class Handle:
         if not self.timing.first_token:
             self.timing.first_token = time.perf_counter()
         text, used, reason = "", 0, None
+        tokens, likelihoods = gain.tokens, gain.likelihoods
         for token in tokens:
             used += 1
             if token in self.params.stop_token_ids:
@@ -254,7 +260,7 @@ class Handle:
             text += self._text.flush()
             if self._text.found:
                 reason = "stop"
-        self._emit(Piece(tokens[:used], text, kept))
+        self._emit(Piece(tokens[:used], text, kept, gain.steps))
         return reason  # type: ignore[return-value]
 
     def _emit(self, piece: Piece) -> None:

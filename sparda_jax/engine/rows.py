@@ -18,7 +18,7 @@ from sparda_jax.engine.batch import Batch, Gain
 from sparda_jax.engine.capacity import check_rows, pool_pages
 from sparda_jax.engine.holdings import Holdings, Place
 from sparda_jax.engine.pages import Pages
-from sparda_jax.engine.places import Admission
+from sparda_jax.engine.places import Admission, Total
 from sparda_jax.engine.plan import BatchPlan, check_request, plan_sizes
 from sparda_jax.engine.report import Report
 from sparda_jax.engine.row_state import empty_layer, insert_row, read_blocks, read_tokens
@@ -221,6 +221,23 @@ class Rows(Batch):
         programs = self._engine.programs
         copies = 0 if self._pool is None else self._pool.compilations
         return programs.compilations + copies, programs.compile_seconds
+
+    def totals(self) -> dict[str, Total]:
+        """Counters for people who watch; see `Places`."""
+        report, size = self.report, self.report.run_bytes
+        return {
+            "decode_seconds": (report.decode_seconds, "Time in decode calls"),
+            "free_blocks": (report.free_blocks, "Blocks selected freely"),
+            "hit_blocks": (report.hit_blocks, "Free blocks that were on the device"),
+            "fetched_bytes": (
+                (report.fetched_runs + report.cold_runs) * size,
+                "KV copied from the host to the device in decode",
+            ),
+            "written_bytes": (
+                report.written_back_runs * size,
+                "KV copied from the device to the host in decode",
+            ),
+        }
 
     def close(self) -> None:
         """Nothing to end."""

@@ -200,6 +200,7 @@ class Scheduler:
             self._thread.join()
         while self.step():
             pass
+        self.rows.close()
 
     def close(self) -> None:
         """Takes no more requests and ends all accepted ones as "interrupted"."""
@@ -209,6 +210,7 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join()
         self.step()
+        self.rows.close()
 
     def advance(self, handle: Handle, seen: int) -> None:
         """Waits until a request has more than `seen` pieces or has ended, or drives one step."""
@@ -354,13 +356,14 @@ class Scheduler:
     def _take(self, gain: Gain) -> None:
         """Hands a row's tokens to its request, and ends it where it is over."""
         handle, rows = self._owners[gain.row], self.rows
-        assert handle is not None
+        if handle is None:  # it ended with what came just before
+            return
         reason: FinishReason | None = None
         error = None
         if gain.tokens:
             before = len(handle.tokens)
             try:
-                reason = handle.add(gain.tokens, gain.likelihoods)
+                reason = handle.add(gain)
             except Exception as raised:  # of its callback or its text
                 reason, error = "failed", f"{type(raised).__name__}: {raised}"
             self.counters.tokens += len(handle.tokens) - before

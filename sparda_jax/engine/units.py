@@ -72,9 +72,9 @@ def empty_rows(*, shape: tuple[int, ...], dtype: jnp.dtype) -> DenseCache:
     return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def first_value(x: Float[Array, "1 T D"]) -> Float[Array, ""]:
+def first_value(x: Float[Array, "..."]) -> Float[Array, ""]:
     """Any value of an array: who waits for it waits for the array."""
-    return x[0, 0, 0]
+    return x[(0,) * x.ndim]
 
 
 def project_chunks(

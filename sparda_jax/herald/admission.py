@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,6 +15,7 @@ from sparda_jax.diffusion.config import diffusion_of
 from sparda_jax.diffusion.plan import BlockPlan
 from sparda_jax.diffusion.state import BlockState, LayerKV
 from sparda_jax.engine.plan import pad_prompts
+from sparda_jax.engine.units import first_value
 from sparda_jax.herald import device_selection, forward
 from sparda_jax.herald import layout as layouts
 from sparda_jax.herald.layerwise import OnDevice, run_layers
@@ -44,6 +45,19 @@ class Admitted:
 def admitted(
     engine: HeraldEngine, layout: Layout, plan: BlockPlan, request: Request, span: Span
 ) -> Admitted:
+    """`admitting`, all at once."""
+    work = admitting(engine, layout, plan, request, span)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            found: Admitted = end.value
+            return found
+
+
+def admitting(
+    engine: HeraldEngine, layout: Layout, plan: BlockPlan, request: Request, span: Span
+) -> Generator[jax.Array, None, Admitted]:
     """Prefills a request; where a turn's rows are chosen a turn ahead, chooses the first ones.
 
     Args:
@@ -52,8 +66,14 @@ def admitted(
         plan: sizes of the batch.
         request: not begun.
         span: what is scanned for its first block.
+
+    Yields:
+        After each chunk of the prompt an array that is there when it is done.
+
+    Returns:
+        The request as a batch of one.
     """
-    caches = _prefilled(engine, layout, plan, request)
+    caches = yield from _prefilled(engine, layout, plan, request)
     block = engine.put(block_fields(request))
     init, previous = engine.run_plain(
         device_selection.near_rows,
@@ -76,7 +96,7 @@ def admitted(
 
 def _prefilled(
     engine: HeraldEngine, layout: Layout, plan: BlockPlan, request: Request
-) -> tuple[LayerKV, ...]:
+) -> Generator[jax.Array, None, tuple[LayerKV, ...]]:
     """Whole caches of a prompt; the request gains the token that they hand over, if they do."""
     size = engine.model.config.hidden_size
     caches, last = engine.run_plain(layouts.empty_caches, layout=layout, size=size)
@@ -90,6 +110,7 @@ def _prefilled(
         part, start = engine.put((tokens[:, at : at + plan.chunk], np.int32(at)))
         arguments = engine.rope, part, start, aligned, caches, last
         caches, last = engine.run(prefill.prefill_chunk, *arguments, donate=(5, 6))
+        yield engine.run_plain(first_value, last)
     if facts.logit_shift and request.aligned == len(request.prompt):
         sampling = engine.put(block_fields(request).sampling)
         drawn = engine.run(prefill.first_handover, last, aligned, sampling)

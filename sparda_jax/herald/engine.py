@@ -16,11 +16,13 @@ from sparda_jax.diffusion.plan import BlockEngineConfig, BlockPlan, plan_blocks,
 from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.programs import Programs
 from sparda_jax.engine.report import RequestResult
+from sparda_jax.engine.service import SchedulerConfig
 from sparda_jax.herald.config import HeraldConfig
 from sparda_jax.herald.generation import HeraldGeneration
 from sparda_jax.herald.layout import Layout
 from sparda_jax.herald.report import HeraldReport
 from sparda_jax.herald.requests import Request
+from sparda_jax.herald.rows import BlockRows
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import rope_table
 
@@ -87,6 +89,20 @@ class HeraldEngine:
     def compile_seconds(self) -> float:
         """Time spent compiling so far."""
         return sum(programs.compile_seconds for _, programs in self._programs)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return sum(programs.compilations for _, programs in self._programs)
+
+    def places(self, config: SchedulerConfig) -> BlockRows:
+        """Rows for requests that come and go; for `Scheduler`.
+
+        Raises:
+            ValueError: rows that do not fit in memory, or more tokens than the engine's limit.
+        """
+        limit = self.config.max_length or self.model.config.max_position_embeddings
+        return BlockRows(self, config.rows, config.length(limit))
 
     def put(self, tree: Any) -> Any:
         """Copies a pytree of arrays to the device, explicitly."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from sparda_jax.diffusion.generate import Block
 from sparda_jax.diffusion.plan import BlockPlan
 from sparda_jax.herald import forward
 from sparda_jax.herald import layout as layouts
-from sparda_jax.herald.admission import Admitted, admitted
+from sparda_jax.herald.admission import Admitted, admitted, admitting
 from sparda_jax.herald.layerwise import LayerBefore, LookAhead, OnDevice, OwnQueries, run_layers
 from sparda_jax.herald.report import Event, HeraldReport, host_events
 from sparda_jax.herald.requests import Request, block_fields
@@ -137,9 +137,14 @@ class HeraldSession:
         span = self._span(0, request.aligned - self.layout.width)
         return admitted(self._engine, self.layout, self._plan, request, span)
 
-    def place(self, request: Request, found: Admitted) -> None:
-        """Gives a prefilled request a row."""
-        engine, row = self._engine, self.requests.index(None)
+    def prefilling(self, request: Request) -> Generator[jax.Array, None, Admitted]:
+        """`prefilled` in units, between which turns may run; see `admission.admitting`."""
+        span = self._span(0, request.aligned - self.layout.width)
+        return admitting(self._engine, self.layout, self._plan, request, span)
+
+    def place(self, request: Request, found: Admitted, row: int | None = None) -> None:
+        """Gives a prefilled request a row: this one, which is free, or any."""
+        engine, row = self._engine, self.requests.index(None) if row is None else row
         both, one = (self.state, self.pools), (found.state, found.pools)
         place = engine.put(np.int32(row))
         self.state, self.pools = engine.run_plain(layouts.insert, both, one, place, donate=(0,))
@@ -202,7 +207,7 @@ class HeraldSession:
         self._settle_commits()
         self._commit(told)
         blocks = self._record(told, failed, counts)
-        self._drop_ended(active)
+        self.drop_ended(active)
         late = engine.compile_seconds - compiled
         self.report.compile_seconds += late
         self.report.decode_seconds += time.perf_counter() - begun - late
@@ -360,8 +365,19 @@ class HeraldSession:
                 request.start += self.layout.width
         return blocks
 
-    def _drop_ended(self, active: np.ndarray) -> None:
-        """Rows whose requests have ended rest and can be given away."""
+    @property
+    def broken(self) -> Exception | None:
+        """What ended the session for all requests."""
+        return self._broken
+
+    def drop_ended(self, active: np.ndarray | None = None) -> None:
+        """Rows whose requests have ended rest and can be given away.
+
+        Args:
+            active: rows that the device takes for running; None: it is asked.
+        """
+        if active is None:
+            active = jax.device_get(self.state.block.active)
         for row, request in enumerate(self.requests):
             if request is not None and request.reason is not None:
                 self.requests[row] = None

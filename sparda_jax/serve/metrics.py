@@ -64,20 +64,10 @@ class Metrics(Collector):
             "cached_tokens": (counters.cached_tokens, "Prompt tokens whose KV was known"),
             "generated_tokens": (counters.tokens, "Tokens generated"),
             "prefill_seconds": (counters.prefill_seconds, "Time in prefill"),
-            "decode_seconds": (report.decode_seconds, "Time in decode calls"),
             "stall_seconds": (counters.stalls, "Time running requests waited for a prefill"),
             "compile_seconds": (compile_seconds, "Time compiling"),
             "programs": (programs, "Programs compiled"),
-            "free_blocks": (report.free_blocks, "Blocks selected freely"),
-            "hit_blocks": (report.hit_blocks, "Free blocks that were on the device"),
-            "fetched_bytes": (
-                (report.fetched_runs + report.cold_runs) * report.run_bytes,
-                "KV copied from the host to the device in decode",
-            ),
-            "written_bytes": (
-                report.written_back_runs * report.run_bytes,
-                "KV copied from the device to the host in decode",
-            ),
+            **rows.totals(),
         }
         for name, (value, text) in totals.items():
             yield CounterMetricFamily(f"sparda_{name}", text, value=value)
