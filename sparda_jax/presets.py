@@ -181,6 +181,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         bos_token_id=128000,
         eos_token_id=[128001, 128008, 128009],
     ),
+    "smollm2-135m": _config(
+        "llama",
+        "LlamaForCausalLM",
+        **_shape(576, 1536, 30, 9, 3, 49152, head_dim=64, rms_norm_eps=1e-5),
+        rope_theta=100000.0,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     "qwen2.5-7b": _config(
         "qwen2",
         "Qwen2ForCausalLM",

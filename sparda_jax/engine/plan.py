@@ -191,6 +191,8 @@ def plan_sizes(
             + geometry.kernel_size * token
             + geometry.num_compressed(num_blocks * geometry.block_size) * token
         )
+        if model.kv_importance:
+            common += num_blocks * geometry.block_size * heads * 4  # float32
         # The tail block is selected and attended too, but lies in the tail ring.
         width = selection_width(sparse, num_blocks)
         selected = max(min(width, num_blocks) - 1, 1)

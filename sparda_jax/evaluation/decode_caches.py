@@ -55,6 +55,10 @@ def random_state(engine: Engine, plan: BatchPlan, workload: Workload) -> DecodeS
         if engine.config.mode == "infinigen" and seed:
             few = (batch, heads, plan.num_blocks * geometry.block_size, config.head_dim // 4)
             partial = draw(jax.random.key(3000 + seed), few, dtype)
+        bias = None
+        if config.kv_importance:
+            tokens = (batch, heads, plan.num_blocks, geometry.block_size)
+            bias = draw(jax.random.key(4000 + seed), tokens, jnp.dtype(jnp.float32))
         count = int(geometry.num_compressed(plan.num_blocks * geometry.block_size))
         key = jax.random.key(1000 + seed)
         runs = jnp.zeros(batch * heads * plan.selected, jnp.int32)
@@ -68,6 +72,7 @@ def random_state(engine: Engine, plan: BatchPlan, workload: Workload) -> DecodeS
             draw(key, (batch, heads, geometry.kernel_size, config.head_dim), dtype),
             draw(key, (batch, heads, count, config.head_dim), dtype),
             partial,
+            bias,
         )
 
     requests = [SamplingParams(max_new_tokens=workload.steps)] * batch

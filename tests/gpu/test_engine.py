@@ -14,6 +14,7 @@ from sparda_jax.forecast.forward import sparda_logits
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.sparse.infinigen import calibrate
+from tests.delays import Delays
 
 pytestmark = pytest.mark.gpu
 
@@ -44,8 +45,8 @@ def run():
     """Tokens and report of an engine, by dtype and settings; each is run once."""
     done = {}
 
-    def run_once(dtype="float32", idle=(), **settings):
-        key = (dtype, idle, *sorted(settings.items()))
+    def run_once(dtype="float32", idle=(), delays=None, **settings):
+        key = (dtype, idle, delays, *sorted(settings.items()))
         if key not in done:
             model = Decoder.random(CONFIG, seed=3, dtype=dtype)
             selector = {}
@@ -88,6 +89,21 @@ def test_offloaded_equals_resident(run, mode, how):
     assert offloaded == resident
     assert report.fetched_runs > 0 and report.written_back_runs > 0
     assert 0 < report.hit_rate < 1
+
+
+@pytest.mark.parametrize(
+    "mode,fetch,seed",
+    [("sparda", "program", 0), ("sparda", "program", 1), ("sparse", "program", 2)]
+    + [("sparda", "eager", 3)],
+)
+def test_random_delays_change_no_token(run, monkeypatch, mode, fetch, seed):
+    """Copies and what they run beside are late by turns, and so is the host."""
+    resident, _ = run(mode=mode)
+    delays = Delays(monkeypatch, seed, seconds=5e-3, size=512)
+    tokens, report = run(mode=mode, offload="host", fetch=fetch, delays=seed)
+    assert tokens == resident
+    assert report.fetched_runs > 0
+    assert delays.sleeps > 100 and (delays.traced > 0) == (fetch == "program")
 
 
 @pytest.mark.parametrize("mode", ["sparse", "sparda"])

@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 def _add_sparse(command: argparse.ArgumentParser, prefix: str = "") -> None:
     command.add_argument("--local-blocks", type=int, default=32, help=f"{prefix}forced")
     command.add_argument("--budget-blocks", type=int, default=96, help=f"{prefix}selected")
+    command.add_argument(
+        "--query-blocks", type=int, help=f"{prefix}of the budget, chosen by the query (NOSA: 41)"
+    )
 
 
 def _sparse(arguments: argparse.Namespace) -> SparseConfig:
     from sparda_jax.config import SparseConfig
 
-    return SparseConfig(local_blocks=arguments.local_blocks, budget_blocks=arguments.budget_blocks)
+    return SparseConfig(
+        local_blocks=arguments.local_blocks,
+        budget_blocks=arguments.budget_blocks,
+        query_blocks=arguments.query_blocks,
+    )
 
 
 DECODE_NOTES = (
@@ -68,6 +75,7 @@ def _decode_checkpoint(arguments: argparse.Namespace) -> Iterator[Row]:
         forecast,
         tokenizer.encode(load_excerpt()),
         context=arguments.context or 3000,
+        modes=arguments.modes,
         repetitions=arguments.repetitions,
     )
 
@@ -85,7 +93,7 @@ def _decode_shape(arguments: argparse.Namespace) -> Iterator[Row]:
         ModelConfig.preset(arguments.model),
         _sparse(arguments),
         workloads,
-        arguments.modes,
+        arguments.modes or ["sparse_offload", "sparda_no_prefetch", "sparda"],
         prefix=f"decode/{arguments.model}",
         limits=offload_benchmark.Memory(
             int(arguments.device_kv_gb * 2**30),
@@ -216,8 +224,8 @@ def _add_decode(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--modes",
         nargs="+",
-        default=["sparse_offload", "sparda_no_prefetch", "sparda"],
-        help="preset: names in sparda_jax.evaluation.decode_modes.MODES",
+        help="a checkpoint: names in sparda_jax.evaluation.decode_benchmark.MODES (default: all); "
+        "preset: in decode_modes.MODES (default: sparse_offload sparda_no_prefetch sparda)",
     )
     command.add_argument(
         "--trace",

@@ -30,17 +30,17 @@ def two_stages(sparse):
     return dataclasses.replace(sparse, query_blocks=5)
 
 
-def tokens_of(engine, prompts):
-    return [result.tokens for result in engine.generate(prompts, GREEDY)[0]]
-
-
 @pytest.mark.parametrize(
     ("mode", "offload"), [("dense", "none"), ("sparse", "none"), ("sparda", "host")]
 )
 def test_decode_follows_the_whole_sequence_forward(
     make_engine, nosa, two_stages, forecast, prompts, mode, offload
 ):
-    generated = tokens_of(make_engine(two_stages, nosa, mode=mode, offload=offload), prompts)
+    generation = make_engine(two_stages, nosa, mode=mode, offload=offload).prepare(prompts, GREEDY)
+    generation.prefill()
+    list(generation)
+    generated = [result.tokens for result in generation.results()]
+    assert generation.report.device_kv_bytes == generation.plan.device_kv_bytes
     sequences = [prompt + tokens for prompt, tokens in zip(prompts, generated, strict=True)]
     lengths = np.array([len(sequence) for sequence in sequences], np.int32)
     padded = np.zeros((len(sequences), max(lengths)), np.int32)

@@ -1,4 +1,4 @@
-"""KV that stays on the device in some layers, and host KV in 8 bits."""
+"""KV that stays on the device in some layers, host KV in 8 bits, and copies that are late."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ import pytest
 
 from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
 from sparda_jax.engine import placement
+from tests.delays import Delays
 
 GREEDY = SamplingParams(max_new_tokens=40)
 
@@ -109,3 +110,20 @@ def test_host_kv_in_8_bits(make_engine, prompts, fetch):
         for result, tokens in zip(generation.results(), exact, strict=True)
     ]
     assert np.mean(same) > 0.5
+
+
+@pytest.mark.parametrize("fetch", ["program", "eager"])
+def test_random_delays_change_no_token(make_engine, prompts, monkeypatch, fetch):
+    """Host queues are late in both; inside a program that is compiled for it, its phases too."""
+    if fetch == "program":
+        expected, _ = tokens_of(make_engine(mode="sparda"), prompts)
+    else:
+        engine = make_engine(offload="host", host_kv_dtype="int8", fetch="eager")
+        expected, _ = tokens_of(engine, prompts)
+    delays = Delays(monkeypatch, seed=1)
+    if fetch == "program":
+        engine = make_engine(mode="sparda", offload="host", fresh=True)
+    assert tokens_of(engine, prompts)[0] == expected
+    assert delays.sleeps > 50
+    # Two layers: each projects, fetches and attends.
+    assert delays.traced == (6 if fetch == "program" else 0)

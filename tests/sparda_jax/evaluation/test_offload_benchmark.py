@@ -25,6 +25,7 @@ MODEL = ModelConfig(
     max_position_embeddings=4096,
     rms_norm_eps=1e-5,
     tie_word_embeddings=False,
+    kv_importance=True,
 )
 
 
