@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,13 +23,18 @@ class TokenScores:
     Attributes:
         log_p: `float32[T - 1]`, of token t given those before it.
         likeliest: `bool[T - 1]`, whether greedy decoding would have drawn it.
+        divergence: `float32[T - 1]`, KL of the prediction of token t from the reference's, nats; 0
+            without one.
     """
 
     log_p: np.ndarray
     likeliest: np.ndarray
+    divergence: np.ndarray
 
 
-def score_sequences(engine: Engine, rows: Sequence[Sequence[int]]) -> list[TokenScores]:
+def score_sequences(
+    engine: Engine, rows: Sequence[Sequence[int]], reference: Engine | None = None
+) -> list[TokenScores]:
     """Scores every token of a batch of sequences.
 
     The sequences run as prompts do: in chunks, in the engine's mode, their KV to where it stays. In
@@ -37,6 +43,7 @@ def score_sequences(engine: Engine, rows: Sequence[Sequence[int]]) -> list[Token
     Args:
         engine: see there; its `length_step` bounds the shapes that are compiled.
         rows: token ids, at least two each.
+        reference: of the same model, in the mode that predictions are compared with.
 
     Raises:
         ValueError: a row of fewer than two tokens, or beyond the engine's limits.
@@ -44,14 +51,18 @@ def score_sequences(engine: Engine, rows: Sequence[Sequence[int]]) -> list[Token
     short = next((number for number, row in enumerate(rows) if len(row) < 2), None)
     if short is not None:
         raise ValueError(f"sequence {short} has {len(rows[short])} token, scores need two")
-    # The last token is a target only.
+    x = _hidden_states(engine, rows)
+    theirs = x if reference is None else _hidden_states(reference, rows)
+    targets, _ = pad_prompts([row[1:] for row in rows], x.shape[1])
+    scores = score_tokens(engine.model, x, theirs, jnp.asarray(targets))
+    log_p, divergence, likeliest = map(np.asarray, scores)
+    parts = lambda i, row: (array[i, : len(row) - 1] for array in (log_p, likeliest, divergence))
+    return [TokenScores(*parts(i, row)) for i, row in enumerate(rows)]
+
+
+def _hidden_states(engine: Engine, rows: Sequence[Sequence[int]]) -> jax.Array:
+    """After the last layer, of all tokens but the last, which is a target only."""
     prompts = [row[:-1] for row in rows]
     generation = engine.prepare(prompts, SamplingParams(max_new_tokens=1))
     x, _, _ = PromptRun(engine, generation.plan, generation.pool)(prompts, None)
-    targets, _ = pad_prompts([row[1:] for row in rows], x.shape[1])
-    log_p, _, likeliest = score_tokens(engine.model, x, x, jnp.asarray(targets))
-    log_p, likeliest = np.asarray(log_p), np.asarray(likeliest)
-    return [
-        TokenScores(log_p[i, : len(row) - 1], likeliest[i, : len(row) - 1])
-        for i, row in enumerate(rows)
-    ]
+    return x

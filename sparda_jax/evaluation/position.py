@@ -54,8 +54,9 @@ def run_documents(
     engine: Callable[[], Engine],
     batch: int,
     report: Report,
+    reference: Callable[[], Engine] | None = None,
 ) -> np.ndarray:
-    """Negative log-likelihood by document and bucket; what is in the file is not run again.
+    """Sums of -log p and KL by document and bucket; what is in the file is not run again.
 
     Args:
         path: file of results, a batch a line.
@@ -63,40 +64,44 @@ def run_documents(
         engine: called when there is work.
         batch: documents that run together.
         report: progress.
+        reference: makes the engine that predictions are compared with, likewise; None: no other.
 
     Returns:
-        `float64[documents, buckets]` in nats.
+        `float64[2, documents, buckets]` in nats; KL is 0 without a reference.
     """
     pairs = list(itertools.pairwise(bucket_edges(len(documents[0]))))
-    done = {record["batch"]: record["nll"] for record in whole_lines(path)}
+    done = {record["batch"]: (record["nll"], record["kl"]) for record in whole_lines(path)}
     path.parent.mkdir(parents=True, exist_ok=True)
     groups = [documents[i : i + batch] for i in range(0, len(documents), batch)]
     for number, group in enumerate(groups):
         if number in done:
             continue
         rows = [*group, *[group[-1]] * (min(batch, len(documents)) - len(group))]
-        scores = score_sequences(engine(), rows)[: len(group)]
+        other = None if reference is None else reference()
+        scores = score_sequences(engine(), rows, other)[: len(group)]
         # The score of token t stands at t - 1.
-        done[number] = [
-            [-float(s.log_p[a - 1 : b - 1].astype(np.float64).sum()) for a, b in pairs]
-            for s in scores
+        add = lambda values: [
+            float(values[a - 1 : b - 1].astype(np.float64).sum()) for a, b in pairs
         ]
-        append_line(path, json.dumps({"batch": number, "nll": done[number]}))
+        nll, kl = [add(-s.log_p) for s in scores], [add(s.divergence) for s in scores]
+        done[number] = nll, kl
+        append_line(path, json.dumps({"batch": number, "nll": nll, "kl": kl}))
         report(f"{path.parent.name} {path.stem}: {number + 1} of {len(groups)} batches")
-    return np.array([row for number in range(len(groups)) for row in done[number]])
+    parts = [done[number] for number in range(len(groups))]
+    return np.stack([np.concatenate(both) for both in zip(*parts, strict=True)])
 
 
 def rows(
-    nll: dict[str, np.ndarray],
+    sums: dict[str, np.ndarray],
     documents: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
     baseline: str,
     seed: int,
 ) -> Iterator[ScoreRow]:
-    """Perplexity of each bucket and the whole, bits a byte, and paired differences.
+    """Perplexity of each bucket and the whole, bits a byte, paired differences and KL.
 
     Args:
-        nll: by mode, see `run_documents`.
+        sums: by mode, see `run_documents`.
         documents: token ids.
         tokenizer: tells how many bytes they are.
         baseline: the mode that others are compared with.
@@ -104,14 +109,15 @@ def rows(
     """
     edges = bucket_edges(len(documents[0]))
     sizes = np.tile(np.diff(edges).astype(np.float64), (len(documents), 1))
-    columns = lambda sums: [*sums.T, sums.sum(1)]
+    columns = lambda part: [*part.T, part.sum(1)]
     prefix = f"perplexity/{label(len(documents[0]))}"
     whole = lambda ids: len(tokenizer.decode(ids).encode())
     sizes_in_bytes = np.array([whole(d) - whole(d[:1]) for d in documents], np.float64)
     names = [*(f"tokens_{a}-{b}" for a, b in itertools.pairwise(edges)), "all"]
-    for mode, sums in nll.items():
-        parts = zip(names, columns(sums), columns(nll[baseline]), columns(sizes), strict=True)
-        for name, part, theirs, count in parts:
+    for mode, (nll, kl) in sums.items():
+        base = columns(sums[baseline][0])
+        parts = zip(names, columns(nll), base, columns(kl), columns(sizes), strict=True)
+        for name, part, theirs, divergence, count in parts:
             estimate = _exp(statistics.ratio(part, count, seed=seed))
             yield make_row(f"{prefix}/{name}/{mode}", estimate, "perplexity", "lower")
             if mode != baseline:
@@ -119,7 +125,10 @@ def rows(
                 percent = round(100 * math.expm1(found.value), 3)
                 title = f"{prefix}/{name}/{mode}-{baseline}"
                 yield make_row(title, found, "nats/token", "lower", percent=percent)
-        bits = statistics.ratio(sums.sum(1), sizes_in_bytes, seed=seed)
+                apart = statistics.ratio(divergence, count, seed=seed)
+                title = f"{prefix}/{name}.kl/{mode}-{baseline}"
+                yield make_row(title, apart, "nats/token", "lower")
+        bits = statistics.ratio(nll.sum(1), sizes_in_bytes, seed=seed)
         title = f"{prefix}/bits_per_byte/{mode}"
         yield make_row(title, bits, "bits/byte", "lower", scale=1 / math.log(2))
 

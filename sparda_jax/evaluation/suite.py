@@ -108,7 +108,7 @@ def run_perplexity(
     engine: Callable[[str], Engine],
     report: Report,
 ) -> Iterator[ScoreRow]:
-    """Perplexity by position in every mode whose prompt attention is its own.
+    """Perplexity by position in every mode whose prompt attention is its own, and KL from one.
 
     Args:
         suite: its lengths and modes.
@@ -127,9 +127,17 @@ def run_perplexity(
     baseline = suite.baseline if suite.baseline in modes else modes[0]
     for length in suite.lengths:
         chosen = position.documents_of(tokens(length), length, documents)
-        nll = {}
+        sums = {}
+        make = functools.cache(engine)
         for mode in modes:
-            path = run.folder / "predictions" / mode / f"perplexity_{length}.jsonl"
-            made = functools.cache(functools.partial(engine, mode))
-            nll[mode] = position.run_documents(path, chosen, made, run.answering.batch, report)
-        yield from position.rows(nll, chosen, run.tokenizer, baseline, RESAMPLING_SEED)
+            base = None if mode == baseline else functools.partial(make, baseline)
+            name = f"perplexity_{length}" + ("" if base is None else f"_from_{baseline}")
+            sums[mode] = position.run_documents(
+                run.folder / "predictions" / mode / f"{name}.jsonl",
+                chosen,
+                functools.partial(make, mode),
+                run.answering.batch,
+                report,
+                base,
+            )
+        yield from position.rows(sums, chosen, run.tokenizer, baseline, RESAMPLING_SEED)

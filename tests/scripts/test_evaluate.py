@@ -59,10 +59,13 @@ def test_tables_and_going_on(command, tmp_path):
     assert set(document["settings"]["modes"]) == {"dense", "sparse"}
     assert document["settings"]["modes"]["sparse"]["engine"]["offload"] == "host"
     for name in ("ruler/1536/niah_multikey_1/sparse", "ruler/1536/mean/sparse-dense",
-                 "perplexity/1536/tokens_256-1024/sparse-dense", "meters/1536/decode/sparse",
+                 "perplexity/1536/tokens_256-1024/sparse-dense",
+                 "perplexity/1536/tokens_1-256.kl/sparse-dense", "meters/1536/decode/sparse",
                  "meters/1536/hit_rate/sparse"):  # fmt: skip
         assert name in rows and name in out
     assert rows["perplexity/1536/all/dense"]["median"] > 20  # random weights over 259 bytes
+    kl, gap = (rows[f"perplexity/1536/all{what}/sparse-dense"] for what in (".kl", ""))
+    assert 0 < kl["median"] < 1 and abs(gap["median"]) < kl["median"] ** 0.5
     # Half of it is lost, and a line is torn.
     predictions = tmp_path / "run" / "predictions"
     (predictions / "sparse" / "niah_multikey_1_1536_42.jsonl").unlink()
