@@ -79,8 +79,12 @@ def request(meta: dict[str, Any], prompt: np.ndarray) -> tuple[SamplingParams, D
 
 def run_cases(
     model: Decoder, folder: Path, names: list[str], *, dual_cache: int | None = None
-) -> dict[str, list[dict[str, Any]]]:
-    """Decodes all named cases as one batch, forward by forward: what each forward saw and did."""
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, np.ndarray]]:
+    """Decodes all named cases as one batch, forward by forward.
+
+    Returns:
+        What each forward saw and did, and the KV of the last layer at the end, `[K, 2, S, H]`.
+    """
     metas, arrays = trajectories(folder), {n: np.load(folder / n) for n in names}
     prompts = [arrays[n]["prompt_ids"].tolist() for n in names]
     settings = [request(metas[n], arrays[n]["prompt_ids"]) for n in names]
@@ -100,7 +104,9 @@ def run_cases(
             own = jax.tree.map(lambda array, row=row: array[row], output)
             record = {"start": int(start), "tokens": tokens, "masked": masked, "output": own}
             found[names[row]].append(record)
-    return found
+    cache = np.moveaxis(np.asarray(state.layers[-1]), 3, 2)
+    cache = cache.reshape(*cache.shape[:3], -1, cache.shape[-1])
+    return found, dict(zip(names, cache, strict=True))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -38,7 +38,7 @@ CASES = [(group, name) for group in GROUPS for name in group_names(*group)]
 
 
 @functools.lru_cache(maxsize=1)
-def runs(family: str, width: int, dual: int | None) -> dict[str, list[dict[str, Any]]]:
+def runs(family: str, width: int, dual: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
     model = load_case_model(ROOT / family, width)
     names = group_names(family, width, dual)
     with jax.default_matmul_precision("highest"):
@@ -56,7 +56,7 @@ def commits(case: Any) -> np.ndarray:
 
 @pytest.mark.parametrize(("group", "name"), CASES, ids=lambda v: v if isinstance(v, str) else "")
 def test_trajectory(group, name):
-    case, steps = np.load(ROOT / group[0] / name), runs(*group)[name]
+    case, (steps, cached) = np.load(ROOT / group[0] / name), (one[name] for one in runs(*group))
     denoised = [step for step in steps if not step["output"].committed]
     expected = np.flatnonzero(~commits(case))
     assert len(denoised) == len(expected)
@@ -75,6 +75,11 @@ def test_trajectory(group, name):
     # Ours commits every block that was finished, and no other.
     finished = sum(not step["output"].ended for step in steps if _last_of_block(step))
     assert sum(bool(step["output"].committed) for step in steps) == finished
+    for kind, committed in enumerate(("committed_k", "committed_v")):
+        if committed in case:  # of the last layer, in one file
+            theirs = case[committed][0]
+            ours = cached[:, kind, : theirs.shape[1]]
+            np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
     if "handover" in case and len(case["prompt_ids"]) % 32:
         handed = [int(s["output"].handover) for s in steps if s["output"].committed]
         assert handed == case["handover"].tolist()
