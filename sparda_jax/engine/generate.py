@@ -30,6 +30,7 @@ from sparda_jax.engine.prompts import Progress, PromptRun
 from sparda_jax.engine.report import FinishReason, Report, RequestResult
 from sparda_jax.engine.rows import Rows
 from sparda_jax.engine.service import SchedulerConfig
+from sparda_jax.engine.serving import Serving
 from sparda_jax.engine.state import (
     DecodeState,
     LayerCache,
@@ -44,8 +45,10 @@ from sparda_jax.sparse.infinigen import InfiniGen
 OnToken = Callable[[int, int], None]
 
 
-class Engine:
+class Engine(Serving):
     """Runs batches of requests on one device, or on those that the model's parameters lie on.
+
+    `generate` runs one batch to its end; `submit` takes requests that come and go (see `Serving`).
 
     Example:
       >>> engine = Engine(model, config=EngineConfig(mode="sparse", offload="host"))

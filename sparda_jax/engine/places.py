@@ -37,15 +37,17 @@ class Places(Protocol):
     """Rows of one fixed-shape program.
 
     Attributes:
-      batch: B.
       max_length: tokens that a prompt and its answer may have together.
       active: rows that still generate, `bool[B]`.
-      report: counters of the engine.
     """
 
     max_length: int
     active: np.ndarray
-    report: Any
+
+    @property
+    def report(self) -> Any:
+        """Counters of the engine."""
+        ...
 
     @property
     def batch(self) -> int:

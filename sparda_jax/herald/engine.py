@@ -17,6 +17,7 @@ from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.programs import Programs
 from sparda_jax.engine.report import RequestResult
 from sparda_jax.engine.service import SchedulerConfig
+from sparda_jax.engine.serving import Serving
 from sparda_jax.herald.config import HeraldConfig
 from sparda_jax.herald.generation import HeraldGeneration
 from sparda_jax.herald.layout import Layout
@@ -27,8 +28,10 @@ from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import rope_table
 
 
-class HeraldEngine:
+class HeraldEngine(Serving):
     """Runs requests of a block-diffusion model against pools of chosen rows.
+
+    `generate` runs some to their ends; `submit` takes requests that come and go (see `Serving`).
 
     Example:
         >>> engine = HeraldEngine(model, config=HeraldConfig(mode="herald"))
@@ -75,7 +78,7 @@ class HeraldEngine:
         """An engine with other settings that shares this one's compiled programs."""
         config.check(self.model.config)
         other = copy.copy(self)
-        other.config, other.errors = config, {}
+        other.config, other.errors, other._scheduler = config, {}, None
         if config.max_length != self.config.max_length:
             other.rope = other._rope()
         return other

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import sparda_jax
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine.requests import StopStrings
 from sparda_jax.engine.scheduler import Scheduler
@@ -63,6 +64,24 @@ def test_requests_that_come_and_go_equal_each_alone(scheduler_of, mode, offload)
     assert scheduler.counters.cached_tokens > 0
     assert scheduler.counters.tokens == sum(len(result.tokens) for result in outcome.results)
     check_nothing_leaked(scheduler, count)
+
+
+def test_the_engine_itself_takes_requests(scheduler_of):
+    """`sparda_jax.Engine`: submit, step, iterators, cancel, drain; and the tokens of `generate`."""
+    scheduler = scheduler_of()
+    engine = scheduler.engine
+    assert type(engine) is sparda_jax.Engine
+    prompts = np.random.default_rng(9).integers(0, 97, (2, 60)).tolist()
+    engine.serve(SchedulerConfig(rows=ROWS))
+    one, two, gone = (engine.submit(each, greedy(10)) for each in (*prompts, prompts[0]))
+    gone.cancel()
+    assert engine.step()
+    assert [token for piece in one for token in piece.tokens] == one.result().tokens
+    engine.drain()
+    assert (two.phase, gone.result().finish_reason) == ("done", "cancelled")
+    with jax.transfer_guard("allow"):
+        results, _ = engine.generate(prompts, greedy(10))
+    assert [one.tokens, two.tokens] == [result.tokens for result in results]
 
 
 def test_the_comparison_sees_differences(scheduler_of):
