@@ -174,7 +174,7 @@ def score_rows(scores: Scores, prefix: str) -> Iterator[Row]:
             yield _row(f"{name}/kl", mean(values), "nats", "lower")
         else:
             yield _row(f"{name}/bound_over_dense", mean(values - dense), "nats", "lower")
-            if mode != "near":
+            if mode != "near" and mean(near - dense).low > 0:  # or there is nothing to keep
                 kept = ratio(near - values, near - dense)
                 yield _row(f"{name}/gain_kept", kept, "share", "higher")
 

@@ -49,6 +49,13 @@ def test_rows_of_scores():
     assert rows["q/mage/5%/gain_kept"].median == pytest.approx(0.8)  # (0.8 + 1.6) / (1 + 2)
 
 
+def test_share_of_no_gain_is_not_told():
+    scores = {("dense", 1.0, "bound"): np.array([2.0, 3.0])}
+    scores |= {(mode, 0.1, "bound"): np.array([2.5, 2.4]) for mode in ("mage", "herald")}
+    scores |= {("near", 0.0, "bound"): np.array([2.5, 2.4])}
+    assert not [row.name for row in score_rows(scores, "q") if "gain" in row.name]
+
+
 def test_windows_are_spread_and_never_overlap():
     documents = [np.arange(100), np.arange(1000, 1250)]
     assert text_windows(documents, 100, 3)[:, 0].tolist() == [0, 1000, 1100]
