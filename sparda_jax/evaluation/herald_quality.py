@@ -7,7 +7,9 @@ mode chooses. Every mode meets the same windows and masks, so differences are pa
     bound   E_m [mean over m masked tokens of -log p], m uniform in 1..n: nats a token of the
             any-order bound on -log p(block | prefix)
     KL      mean over masked tokens of KL(p_dense || p_mode)
+    agreement  share of the masked tokens whose first choice is that of dense attention
     recall  share of the rows that all queries of the block choose over dense attention
+    mass    share of these queries' attention to the rows to choose from that the chosen ones hold
 
 What a mode chooses is what its engine would: `mage` by the dense first forward of the block;
 `herald` by the draft of the block before, whose own pool was chosen like a first block's;
@@ -25,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.cpu_selection import recall
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion import prefill
 from sparda_jax.diffusion.config import DenoiseParams, diffusion_of
+from sparda_jax.evaluation import herald_meters as meters
 from sparda_jax.evaluation.language import score_tokens
 from sparda_jax.herald import device_selection, forward
 from sparda_jax.herald import layout as layouts
@@ -40,8 +42,10 @@ from sparda_jax.herald.state import HeraldState, Pool, Turn
 from sparda_jax.models.decoder import Decoder
 
 MODES = ("mage", "herald", "herald_serial", "infinigen")
-METERS = ("bound", "kl", "recall")
+METERS = ("bound", "kl", "agreement", "recall", "mass")
 Pools = Sequence[Pool | None]
+# Rows by mode, share and layer.
+Chosen = dict[str, dict[float, dict[int, np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +69,21 @@ class QualityPlan:
     seed: int = 0
 
 
+class _Scored:
+    """Dense attention, and what the queries think of the rows that a chooser scans."""
+
+    def __init__(self, windows: Windows, end: int):
+        self._windows, self._end = windows, end
+        self.scores: dict[int, np.ndarray] = {}
+
+    def pool(self, number: int, queries: jax.Array, rows: Rows) -> None:
+        self.scores[number] = self._windows.row_scores(number, queries, self._end)
+
+
 class _Several:
     """Dense attention, and a choice for each budget."""
 
-    def __init__(self, choosers: Sequence[OnDevice]):
+    def __init__(self, choosers: Sequence[OnDevice | _Scored]):
         self.choosers = choosers
 
     def pool(self, number: int, queries: jax.Array, rows: Rows) -> None:
@@ -193,6 +208,16 @@ class Windows:
             engine, self._state.caches, self._layout.sparse, scanned, self._layout.slots
         )
 
+    def row_scores(self, number: int, queries: jax.Array, end: int) -> np.ndarray:
+        """Of the cached rows before `end`, `[B, K, S]`; 0 for others."""
+        engine, batch = self._engines["all"], len(self.tokens)
+        span = engine.put(tuple(np.full(batch, at, np.int32) for at in (self.plan.init_rows, end)))
+        aggregate = engine.config.rule.aggregate
+        scores = engine.run_plain(
+            meters.cache_scores, self._state.caches[number], queries, *span, aggregate=aggregate
+        )
+        return np.maximum(np.asarray(scores), 0.0)
+
     def run(self, queries: str, source: Source) -> jax.Array:
         """Hidden states of a forward of the block where `at` went."""
         engine = self._engines[queries]
@@ -241,6 +266,13 @@ class Windows:
         parts = np.stack([-np.asarray(log_p), np.asarray(divergence)]).astype(np.float64)
         return (parts * masked).sum(-1) / masked.sum(-1)
 
+    def agreement(self, x: jax.Array, dense: jax.Array, masked: np.ndarray) -> np.ndarray:
+        """Share of the masked tokens that both predict alike, `[B]`."""
+        if self._shift:
+            x, dense, masked = x[:, :-1], dense[:, :-1], masked[:, 1:]
+        alike = np.asarray(meters.alike(self._engines["all"].model, x, dense))
+        return (alike & masked).sum(-1) / masked.sum(-1)
+
 
 def masks(windows: Windows, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """Masks of a block, the number of masked tokens one from each part of 1..n."""
@@ -278,11 +310,12 @@ def measure(windows: Windows, rng: np.random.Generator, report: Callable[[str], 
         totals.setdefault((mode, share, meter), []).append(values)
 
     for start in map(int, places):
-        pools, found = _choices(windows, start)
+        pools, found, scores = _choices(windows, start)
         oracle = found["mage"]
         for mode, by in found.items():
             for share, ids in by.items():
-                add(mode, share, "recall", _recall(ids, oracle[share], length))
+                add(mode, share, "recall", meters.recalls(ids, oracle[share], length))
+                add(mode, share, "mass", meters.masses(ids, scores, length))
         for masked in masks(windows, rng):
             runs = _runs(windows, start, masked, pools)
             if "infinigen" in plan.modes:
@@ -291,11 +324,18 @@ def measure(windows: Windows, rng: np.random.Generator, report: Callable[[str], 
                     chooser = windows.chooser(share, start - width)
                     x = windows.run("all", windows.own(chooser, before=True))
                     runs["infinigen", share] = x
-                    add("infinigen", share, "recall", _recall(_ids(chooser), oracle[share], length))
+                    add(
+                        "infinigen",
+                        share,
+                        "recall",
+                        meters.recalls(_ids(chooser), oracle[share], length),
+                    )
             for (mode, share), x in runs.items():
                 bound, divergence = windows.scores(x, runs["dense", 1.0], start, masked)
                 add(mode, share, "bound", bound)
                 add(mode, share, "kl", divergence)
+                alike = windows.agreement(x, runs["dense", 1.0], masked)
+                add(mode, share, "agreement", alike)
         report(f"block at {start}")
     return {key: np.mean(values, axis=0) for key, values in totals.items()}
 
@@ -319,11 +359,11 @@ def _ids(chooser: OnDevice) -> dict[int, np.ndarray]:
 
 def _choices(
     windows: Windows, start: int
-) -> tuple[dict[str, dict[float, Pools]], dict[str, dict[float, dict[int, np.ndarray]]]]:
-    """Pools of the modes that choose once a block, and the rows, by mode and share."""
+) -> tuple[dict[str, dict[float, Pools]], Chosen, dict[int, np.ndarray]]:
+    """Pools of the modes that choose once a block, the rows, and what all queries think of each."""
     plan, width = windows.plan, windows.width
     pools: dict[str, dict[float, Pools]] = {"near": {0.0: windows.empty_pools()}}
-    found: dict[str, dict[float, dict[int, np.ndarray]]] = {}
+    found: Chosen = {}
 
     def keep(mode: str, choosers: Sequence[OnDevice]) -> None:
         if mode in plan.modes:
@@ -337,9 +377,9 @@ def _choices(
 
     whole = windows.all_masked()
     windows.at(start, whole)
-    every = _Several(choosers(start - width))
-    windows.run("all", every)
-    keep("mage", every.choosers)
+    every, scored = choosers(start - width), _Scored(windows, start - width)
+    windows.run("all", _Several([*every, scored]))
+    keep("mage", every)
     if "herald_serial" in plan.modes:
         serial = []
         for share in plan.shares:
@@ -350,25 +390,11 @@ def _choices(
         keep("herald_serial", serial)
     if "herald" in plan.modes:
         windows.at(start - width, whole)
-        first = _Several(choosers(start - 2 * width))
-        windows.run("centre", first)
+        first = choosers(start - 2 * width)
+        windows.run("centre", _Several(first))
         ahead = []
-        for share, cold in zip(plan.shares, first.choosers, strict=True):
+        for share, cold in zip(plan.shares, first, strict=True):
             windows.at(start - width, whole)
             ahead.append(windows.look_ahead(cold.pools, share, start - width))
         keep("herald", ahead)
-    return pools, found
-
-
-def _recall(found: dict[int, np.ndarray], wanted: dict[int, np.ndarray], past: int) -> np.ndarray:
-    """Of every window, mean over layers and KV heads."""
-    rows = []
-    for window in range(len(next(iter(wanted.values())))):
-        of = [recall(_real(found[n][window], past), _real(wanted[n][window], past)) for n in wanted]
-        rows.append(np.mean(of))
-    return np.array(rows)
-
-
-def _real(ids: np.ndarray, past: int) -> np.ndarray:
-    """Ids without those that fill up; every head has as many."""
-    return ids[:, ids[0] < past]
+    return pools, found, scored.scores

@@ -168,8 +168,8 @@ def score_rows(scores: Scores, prefix: str) -> Iterator[Row]:
         if mode == "dense":
             continue
         name = f"{prefix}/{mode}/{100 * share:g}%"
-        if meter == "recall":
-            yield _row(f"{name}/recall", mean(values), "share", "higher")
+        if meter in ("agreement", "recall", "mass"):
+            yield _row(f"{name}/{meter}", mean(values), "share", "higher")
         elif meter == "kl":
             yield _row(f"{name}/kl", mean(values), "nats", "lower")
         else:

@@ -25,7 +25,13 @@ def test_all_rows_lose_nothing_and_few_rows_something():
         np.testing.assert_allclose(scores[mode, 1.0, "bound"], dense, rtol=1e-5)
         assert np.abs(scores[mode, 1.0, "kl"]).max() < 1e-5
         np.testing.assert_array_equal(scores[mode, 1.0, "recall"], 1.0)
+        np.testing.assert_array_equal(scores[mode, 1.0, "agreement"], 1.0)
         assert scores[mode, 0.1, "kl"].min() > 1e-5
+        if mode != "infinigen":  # it chooses anew in every forward
+            np.testing.assert_allclose(scores[mode, 1.0, "mass"], 1.0, rtol=1e-5)
+            held = scores[mode, 0.1, "mass"]
+            # The tenth of the rows with the most of it, or nearly.
+            assert np.all((held > 0.1) & (held < 1) & (held <= scores["mage", 0.1, "mass"] + 1e-6))
         few = scores[mode, 0.1, "recall"]
         assert np.all(few == 1.0) if mode == "mage" else np.all((few > 0.05) & (few < 1))
 
