@@ -22,8 +22,8 @@ DEMO_TEXT = (
 )
 
 
-def add_diffusion_options(parser: argparse.ArgumentParser) -> None:
-    """Options that count with `--diffusion`."""
+def add_denoise_options(parser: argparse.ArgumentParser) -> Callable[..., Any]:
+    """`--diffusion`, and what model and rule it takes; returns how to add to their group."""
     add = parser.add_argument_group("block diffusion").add_argument
     add("--diffusion", action="store_true", help="denoise blocks of tokens instead of one by one")
     add(
@@ -34,9 +34,15 @@ def add_diffusion_options(parser: argparse.ArgumentParser) -> None:
     add("--strategy", help="which masks a step replaces (default: the model's)")
     add("--threshold", type=float, help="confidence above which a token is decided")
     add("--denoising-steps", type=int, help="steps a block takes at most (default: its tokens)")
-    add("--diffusion-block", type=int, help="tokens of a block; only the weights' own is taken")
     add("--sub-block", type=int, help="tokens of a block that are denoised together")
     add("--edit-threshold", type=float, help="LLaDA2.1's token editing: refused")
+    return add
+
+
+def add_diffusion_options(parser: argparse.ArgumentParser) -> None:
+    """Options that count with `--diffusion`."""
+    add = add_denoise_options(parser)
+    add("--diffusion-block", type=int, help="tokens of a block; only the weights' own is taken")
     add("--dual-cache", action="store_true", help="Fast-dLLM v2's approximate block cache")
     add("--blocks-per-call", type=int, default=1, help="blocks per compiled call")
     add("--stop", action="append", default=[], help="text that ends a request; may be repeated")

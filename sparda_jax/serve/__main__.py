@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from sparda_jax.cli import (
     HelpFormatter,
@@ -20,6 +21,12 @@ from sparda_jax.cli import (
     note,
     resolve_mode,
 )
+from sparda_jax.commands import herald
+from sparda_jax.commands.diffusion import add_denoise_options
+
+if TYPE_CHECKING:
+    from sparda_jax.diffusion.config import DenoiseParams
+    from sparda_jax.engine.serving import Serving
 
 LIKELIEST = 20  # tokens with log-probabilities that clients may ask for, as elsewhere
 
@@ -30,7 +37,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m sparda_jax.serve", description=__doc__, formatter_class=HelpFormatter
     )
     add_model_options(parser)
-    add_engine_options(parser)
+    add_engine_options(parser, more_modes=herald.MODES)
+    add_denoise_options(parser)
+    herald.add_herald_options(parser)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; the default is this machine's")
     add("--port", type=int, default=8000, help="0 takes a free one")
@@ -59,7 +68,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--grace-seconds", type=int, default=30, help="for running requests after SIGTERM")
     add("--traceback", action="store_true", help="show where in the code an error arose")
     args = parser.parse_args(argv)
-    resolve_mode(parser, args)
+    if not args.diffusion:
+        if args.mode in herald.MODES:
+            parser.error(f"--mode {args.mode} selects for blocks of tokens: add --diffusion")
+        resolve_mode(parser, args)
+    elif args.forecast or args.offload or args.mode in ("sparse", "sparda", "auto"):
+        parser.error("--diffusion: the mode says where the KV lies: dense (the default), infinigen "
+                     "or one of HERALD's but auto; leave --forecast and --offload out")  # fmt: skip
     return args
 
 
@@ -67,32 +82,29 @@ def run(args: argparse.Namespace) -> int:
     """Loads the model and serves until a signal."""
     import uvicorn
 
-    from sparda_jax.engine.generate import Engine
-    from sparda_jax.engine.scheduler import Scheduler
     from sparda_jax.engine.service import SchedulerConfig
     from sparda_jax.serve.app import Server, ServerConfig
 
-    sparse, config = engine_settings(args)
-    config = dataclasses.replace(config, top_logprobs=LIKELIEST)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    model, tokenizer = load_model(args)
+    engine, denoise = (_block_engine if args.diffusion else _engine)(args, model, tokenizer)
     limits = SchedulerConfig(
         rows=args.rows,
         max_length=args.max_length,
         queue=args.queue,
         prefill_seconds=args.prefill_ms / 1000,
         prefix_reuse=args.prefix_reuse,
+        stop_tokens=max(8, len(tokenizer.eos_token_ids)),
     )
     allowed = ServerConfig(
         name=args.name or args.model,
         most_body_bytes=int(args.max_body_mb * 2**20),
         client_seconds=args.client_seconds,
+        denoise=denoise,
     )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    model, tokenizer = load_model(args)
-    engine = Engine(model, sparse=sparse, config=config, **load_selector(args, model, tokenizer))
-    limits = dataclasses.replace(limits, stop_tokens=max(8, len(tokenizer.eos_token_ids)))
-    scheduler = Scheduler(engine, limits, tokenizer)
-    length = scheduler.max_length
-    note(f"{args.rows} rows of {length} tokens, {args.mode}, KV {args.offload}; compiling")
+    scheduler = engine.serve(limits, tokenizer)
+    where = f"KV {args.offload}" if args.offload else "blocks"
+    note(f"{args.rows} rows of {scheduler.max_length} tokens, {args.mode}, {where}; compiling")
     scheduler.rows.compile()
     uvicorn.run(
         Server(scheduler, allowed).app(),
@@ -104,6 +116,29 @@ def run(args: argparse.Namespace) -> int:
         limit_concurrency=args.rows + args.queue + 64,
     )
     return 0
+
+
+def _engine(args: argparse.Namespace, model: Any, tokenizer: Any) -> tuple[Serving, None]:
+    """For a causal model."""
+    from sparda_jax.engine.generate import Engine
+
+    sparse, config = engine_settings(args)
+    config = dataclasses.replace(config, top_logprobs=LIKELIEST)
+    selector = load_selector(args, model, tokenizer)
+    return Engine(model, sparse=sparse, config=config, **selector), None
+
+
+def _block_engine(
+    args: argparse.Namespace, model: Any, tokenizer: Any
+) -> tuple[Serving, DenoiseParams]:
+    """For a model of block diffusion; and how it denoises unless a request says otherwise."""
+    from sparda_jax.commands.diffusion import denoise_settings, diffusion_model
+    from sparda_jax.herald.engine import HeraldEngine
+
+    args.mode = args.mode or "dense"
+    model = diffusion_model(args, model)
+    config = herald.herald_settings(args, model, args.mode)
+    return HeraldEngine(model, config=config), denoise_settings(args, model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

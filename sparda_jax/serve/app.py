@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from sparda_jax.config import SamplingParams
+from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.engine.requests import Handle, Piece
 from sparda_jax.engine.scheduler import Scheduler
 from sparda_jax.engine.service import QueueFullError
@@ -43,11 +44,14 @@ class ServerConfig:
         name: of the model, as clients name it.
         most_body_bytes: of a request.
         client_seconds: a client that takes no data for so long is gone.
+        denoise: how blocks are denoised unless a request says otherwise; None: the model is not
+            one of block diffusion.
     """
 
     name: str = "default"
     most_body_bytes: int = 16 * 2**20
     client_seconds: float = 60.0
+    denoise: DenoiseParams | None = None
 
     def __post_init__(self) -> None:
         for name in ("most_body_bytes", "client_seconds"):
@@ -231,11 +235,23 @@ class Server:
             stop_token_ids=() if ask.ignore_eos else tuple(self.tokenizer.eos_token_ids),
         )
 
+    def _denoise(self, ask: Ask) -> DenoiseParams | None:
+        own = self.config.denoise
+        if not ask.denoise:
+            return own
+        if own is None:
+            field = next(iter(ask.denoise))
+            raise BadRequestError("this model does not denoise blocks", param=f"denoising_{field}")
+        try:
+            return dataclasses.replace(own, **ask.denoise)
+        except ValueError as error:
+            raise BadRequestError(str(error), param="denoising_strategy") from None
+
     def _submit(
         self, ask: Ask, prompts: list[list[int]], events: asyncio.Queue[_Event]
     ) -> list[Handle]:
         """All choices of all prompts, or none and an error."""
-        loop = asyncio.get_running_loop()
+        loop, denoise = asyncio.get_running_loop(), self._denoise(ask)
 
         def tell(event: _Event) -> None:
             # The loop is gone only when the whole server is.
@@ -269,6 +285,7 @@ class Server:
                     handle = self.scheduler.submit(
                         prompt,
                         self._params(ask, prompt, choice),
+                        denoise=denoise,
                         stop=ask.stop,
                         on_piece=on_piece(index),
                         on_end=on_end(index),

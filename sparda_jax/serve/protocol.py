@@ -35,7 +35,14 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+# How blocks are denoised, by their names in `DenoiseParams`; for models of block diffusion.
+_DENOISE: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "denoising_strategy": ("strategy", str),
+    "denoising_steps": ("steps", int),
+    "denoising_threshold": ("threshold", (int, float)),
+}
 _COMMON = {
+    *_DENOISE,
     *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n"),
     *("stream", "stream_options", "logprobs", "ignore_eos"),
 }
@@ -81,6 +88,7 @@ class Ask:
         stream: send tokens as they come.
         usage: end the stream with the counts.
         ignore_eos: go on at the model's end token.
+        denoise: settings of `DenoiseParams` that are not the server's.
     """
 
     prompts: list[Any]
@@ -92,6 +100,7 @@ class Ask:
     stream: bool
     usage: bool
     ignore_eos: bool
+    denoise: dict[str, Any]
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -260,6 +269,11 @@ def parse_request(body: Mapping[str, Any], *, chat: bool) -> Ask:
         stream=fields.get("stream", bool, False),
         usage=bool(options.get("include_usage", False)),
         ignore_eos=fields.get("ignore_eos", bool, False),
+        denoise={
+            name: fields.get(field, kind)
+            for field, (name, kind) in _DENOISE.items()
+            if body.get(field) is not None
+        },
     )
 
 
