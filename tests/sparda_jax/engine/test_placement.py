@@ -1,6 +1,8 @@
 """KV that stays on the device in some layers, host KV in 8 bits, and copies that are late."""
 
 import dataclasses
+import itertools
+import math
 
 import jax
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 
 from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
 from sparda_jax.engine import placement
+from sparda_jax.evaluation.decode_modes import engine_config, plan_of
+from sparda_jax.evaluation.decode_traces import Workload
 from tests.delays import Delays
 
 GREEDY = SamplingParams(max_new_tokens=40)
@@ -56,6 +60,42 @@ def test_the_cost_model():
     assert steps[-1] <= predict(EngineConfig(mode="sparse"), 32).step
     line = placement.describe(ahead, 32, 1, 2**30, predict(ahead, 1))
     assert line.startswith("KV of 1 of 32 layers stays on the device (1.00 GiB, no limit)")
+
+
+def test_placed_is_never_slower_than_what_else_fits():
+    """By the cost model, over batches, contexts, hit rates and device budgets."""
+    model, sparse = (
+        ModelConfig.preset("minicpm4.1-8b"),
+        SparseConfig(local_blocks=32, budget_blocks=96),
+    )
+    weights, kept = 16_400_000_000, {"sparda_placed": 0, "sparse_resident": 0}
+    grid = itertools.product((1, 4, 16, 64), (16, 32, 128), (0.0, 0.5, 0.9, 1.0), (4, 16, 64, 256))
+    for batch, context, hit_rate, gib in grid:
+        workload = Workload(1024 * context, batch, hit_rate)
+
+        def step(mode, workload=workload, budget=gib * 2**30):
+            config = engine_config(workload, mode, budget)
+            plan = plan_of(model, sparse, config, workload)
+            if plan.device_kv_bytes > budget:
+                return math.inf
+            kept[mode] = kept.get(mode, 0) + (plan.resident_layers == model.num_layers)
+            return placement.estimate(
+                model,
+                sparse,
+                config,
+                batch=workload.batch,
+                context=workload.context,
+                resident=plan.resident_layers,
+                weight_bytes=weights,
+                itemsize=2,
+                hit_rate=workload.hit_rate,
+            ).step
+
+        placed = step("sparda_placed")
+        for other in ("sparse_resident", "sparse_offload", "sparda"):
+            assert placed <= step(other)
+    # All of it stays exactly where it fits.
+    assert kept["sparda_placed"] == kept["sparse_resident"] > 0
 
 
 def test_a_layer_that_stays_changes_no_token(make_engine, prompts):
