@@ -15,18 +15,23 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 
 import tokenizers  # noqa: E402
+from starlette.testclient import TestClient  # noqa: E402
 
 from pallas_kernels.geometry import BlockGeometry  # noqa: E402
 from sparda_jax.config import (  # noqa: E402
+    DiffusionConfig,
     EngineConfig,
     ModelConfig,
     RopeConfig,
     SamplingParams,
     SparseConfig,
 )
+from sparda_jax.diffusion.config import DenoiseParams  # noqa: E402
 from sparda_jax.engine.generate import Engine  # noqa: E402
 from sparda_jax.engine.scheduler import Scheduler  # noqa: E402
 from sparda_jax.engine.service import SchedulerConfig  # noqa: E402
+from sparda_jax.herald.config import HeraldConfig  # noqa: E402
+from sparda_jax.herald.engine import HeraldEngine  # noqa: E402
 from sparda_jax.models.decoder import Decoder  # noqa: E402
 from sparda_jax.serve.app import PatientStream, Server, ServerConfig  # noqa: E402
 from sparda_jax.tokenization import Tokenizer  # noqa: E402
@@ -288,3 +293,56 @@ def test_a_client_that_reads_nothing_is_given_up():
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     asyncio.run(asyncio.wait_for(stream(scope, receive, send), 10))
     assert closed == [True]
+
+
+def test_a_model_of_block_diffusion_is_served_alike():
+    """Requests say how their blocks are denoised; a stop string ends an answer."""
+    shape = ModelConfig(
+        family="sdar",
+        vocab_size=98,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        rope=RopeConfig(16),
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        diffusion=DiffusionConfig(8, 97),
+    )
+    config = HeraldConfig(mode="dense", kv_block=8, prefill_chunk=64)
+    scheduler = HeraldEngine(Decoder.random(shape, seed=3), config=config).serve(
+        SchedulerConfig(rows=2), character_tokenizer()
+    )
+    app = Server(scheduler, ServerConfig("tiny", denoise=DenoiseParams("sequential"))).app()
+    ask = {"model": "tiny", "prompt": "abcdefghij", "max_tokens": 12, "temperature": 0}
+    with TestClient(app) as client:
+        send = lambda **more: client.post("/v1/completions", json=ask | {"ignore_eos": True} | more)
+        whole = send().json()["choices"][0]
+        assert len(whole["text"]) == 12 and whole["finish_reason"] == "length"
+        lines = [line for line in send(stream=True).text.splitlines() if line]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        pieces = [event["choices"][0]["text"] for event in events]
+        assert "".join(pieces) == whole["text"]
+        assert [len(piece) for piece in pieces] == [
+            6,
+            6,
+            0,
+        ]  # two blocks, the end
+        other = send(denoising_steps=1, denoising_strategy="low_confidence_static").json()
+        assert other["choices"][0]["text"] != whole["text"]
+        stop = whole["text"][2:4]
+        stopped = send(stop=stop).json()["choices"][0]
+        assert stopped["text"] == whole["text"][: whole["text"].index(stop)]
+        assert stopped["finish_reason"] == "stop"
+        for wrong, message in (
+            ({"denoising_steps": 9}, "9 denoising steps exceed the block size of 8"),
+            ({"denoising_strategy": "all"}, "unknown strategy 'all'"),
+            ({"logprobs": 1}, "one for each step"),
+        ):
+            answer = send(**wrong)
+            assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+        assert "sparda_diffusion_blocks_total" in client.get("/metrics").text
+    assert scheduler.counters.finished == {"length": 3, "stop": 1}
