@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload import memory
+from host_offload import memory, overlap
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion import decode, prefill
 from sparda_jax.diffusion.config import DenoiseParams, RuleState, diffusion_of, rule_fields
@@ -34,6 +34,11 @@ from sparda_jax.engine.state import SamplingState, sampling_fields
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import rope_table
 from sparda_jax.tokenization import Tokenizer
+
+# One CUDA graph a forward, in which q, k and v, and gate and up, run side by side; and without the
+# copy that XLA makes to multiply by k and v at once, in every forward: 17 MB a layer of SDAR-8B. GPUs
+# alone read such options.
+FORWARD_OPTIONS = overlap.CONCURRENT_OPTIONS | {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +114,7 @@ class BlockEngine:
     def decode_program(self) -> Program:
         """`decode.decode_blocks`; arguments: parameters, rope, the state (donated)."""
         blocks = self.config.blocks_per_call
-        # XLA would lay the kernels of k and v side by side, in every forward, to multiply once:
-        # 17 MB a layer of SDAR-8B. Other devices read no such option.
-        options = {"xla_gpu_dot_merger_threshold_mb": 0} if self.device.platform == "gpu" else None
+        options = FORWARD_OPTIONS if self.device.platform == "gpu" else None
         return self.programs.on_model(
             decode.decode_blocks,
             donate=(2,),
@@ -345,9 +348,9 @@ class BlockGeneration:
             return []
         new, reason = gained(new, len(self._tokens[row]), self._requests[row])
         for count, token in enumerate(new if self._stops else [], start=1):
-            assert self._stops is not None
-            self._stops[row].push(token)
-            if self._stops[row].found:
+            watch = cast(list[StopStrings], self._stops)[row]
+            watch.push(token)
+            if watch.found:
                 new, reason = new[:count], "stop"
                 break
         self._tokens[row] += new
