@@ -36,8 +36,8 @@ from sparda_jax.models.rope import rope_table
 from sparda_jax.tokenization import Tokenizer
 
 # One CUDA graph a forward, in which q, k and v, and gate and up, run side by side; and without the
-# copy that XLA makes to multiply by k and v at once, in every forward: 17 MB a layer of SDAR-8B. GPUs
-# alone read such options.
+# copy that XLA makes to multiply by k and v at once, in every forward: 17 MB a layer of SDAR-8B.
+# GPUs alone read such options.
 FORWARD_OPTIONS = overlap.CONCURRENT_OPTIONS | {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
