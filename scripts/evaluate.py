@@ -182,6 +182,7 @@ class Session:
         """The model with its block-diffusion adapter, and settings of its modes."""
         from sparda_jax.commands.diffusion import denoise_settings, diffusion_model
         from sparda_jax.commands.herald import herald_settings
+        from sparda_jax.herald.config import Budget
 
         if self.meters:
             raise NotImplementedError(
@@ -191,6 +192,8 @@ class Session:
         self.model = diffusion_model(self.args, self.model)
         self.denoise = denoise_settings(self.args, self.model)
         self.configs = {m: herald_settings(self.args, self.model, m) for m in self.args.modes}
+        if "dense" in self.configs:  # attends all, whatever the others' budget
+            self.configs["dense"] = replace(self.configs["dense"], budget=Budget())
 
     def engine(self, mode: str) -> Any:
         from sparda_jax.engine import generate

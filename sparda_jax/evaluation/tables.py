@@ -252,27 +252,35 @@ def _means(parts: Sequence[Scored], mode: str, seed: int) -> Iterator[ScoreRow]:
 
 
 def _differences(scored: dict[str, list[Scored]], baseline: str, seed: int) -> Iterator[ScoreRow]:
-    """Paired, of every mode from the baseline; p of the means also for as many as there are."""
+    """Paired, of every two modes; p of the means also for as many as there are.
+
+    Args:
+        scored: by mode.
+        baseline: what the others are compared with; then each with those named before it.
+        seed: of the resampling.
+    """
     family: list[tuple[str, Difference]] = []
-    for mode, parts in scored.items():
-        if mode == baseline:
-            continue
+    others = [mode for mode in scored if mode != baseline]
+    pairs = [(mode, baseline) for mode in others]
+    pairs += [(mode, before) for before, mode in itertools.combinations(others, 2)]
+    for mode, base in pairs:
+        parts = scored[mode]
         gaps: dict[int, Clusters] = {}
-        for ours, theirs in zip(parts, scored[baseline], strict=True):
+        for ours, theirs in zip(parts, scored[base], strict=True):
             if ours.keys != theirs.keys or [e.prompt for e in ours.examples] != [
                 e.prompt for e in theirs.examples
             ]:
-                raise ValueError(f"{mode} and {baseline} answered other {ours.task.name} examples")
+                raise ValueError(f"{mode} and {base} answered other {ours.task.name} examples")
             values = ours.values(), theirs.values()
             found = comparison.difference(*values, ours.clusters, seed=seed)
-            name = f"{ours.prefix}/{ours.task.name}/{mode}-{baseline}"
+            name = f"{ours.prefix}/{ours.task.name}/{mode}-{base}"
             yield _difference_row(name, found)
             gap = [a - b for a, b in zip(*values, strict=True)]
             gaps[id(ours)] = Clusters.of(gap, ours.clusters)
         for key, mean in _in_groups(parts).items():
             clusters = [gaps[id(part)] for part in mean.members]
             found = comparison.average_difference(clusters, seed=seed, weights=mean.weights)
-            family.append((f"{key}/{mode}-{baseline}", found))
+            family.append((f"{key}/{mode}-{base}", found))
     adjusted = comparison.holm([found.p for _, found in family])
     for (name, found), p in zip(family, adjusted, strict=True):
         noninferior = 100 * found.at_least > -MARGIN
