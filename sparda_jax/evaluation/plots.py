@@ -77,6 +77,7 @@ def curves(
         y: what the vertical axis shows.
     """
     with _figure(path, 3.8, 3.2, len(panels)) as axes:
+        named: set[str] = set()
         for axis, (title, series) in zip(axes, panels.items(), strict=True):
             for name, points in series.items():
                 points = sorted(points, key=lambda point: point.x)
@@ -93,7 +94,9 @@ def curves(
             axis.set_ylabel(y, fontsize=8)
             axis.set_title(title, fontsize=8)
             axis.tick_params(labelsize=7)
-        axes[0].legend(fontsize=7)
+            if named != set(series):  # else the legend before still holds
+                axis.legend(fontsize=7)
+                named = set(series)
 
 
 def bars(values: Mapping[str, Point], path: Path, *, x: str, mark: float | None = None) -> None:
