@@ -165,7 +165,8 @@ def _serving(arguments: argparse.Namespace) -> None:
     )
     size = sparse.geometry.block_size
     block = 2 * shape.num_layers * shape.num_kv_heads * size * shape.head_dim * dtype.itemsize
-    blocks = max(load.rows * -(-(load.prompt + load.answer) // size), 2 * -(-load.length // size))
+    row = -(-(load.prompt + load.answer) // arguments.chunk) * arguments.chunk // size
+    blocks = max(load.rows * row, 2 * -(-load.length // size))
     config = EngineConfig(
         mode="sparda",
         offload="host",
