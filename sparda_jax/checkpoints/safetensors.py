@@ -111,14 +111,18 @@ class SafetensorsSource:
         """Part of a tensor: a read-only view of the file, valid as long as the file is unchanged.
 
         What follows in the file is asked for ahead, so that a disk is not waited for page by page.
+        The pages before it no longer count as this process's memory; whoever still reads them gets
+        them back.
         """
         header = self.headers[name]
         if self._file[0] != header.file:
-            # The pages of a mapped file count as this process's memory as long as it is mapped.
+            self._close()
             self._file = (header.file, _map(self.directory / header.file))
         mapped = self._file[1]
         assert mapped is not None
         first = header.start // mmap.PAGESIZE * mmap.PAGESIZE
+        if first:
+            mapped.madvise(mmap.MADV_DONTNEED, 0, first)
         last = min(header.start + header.nbytes + _AHEAD, len(mapped))
         mapped.madvise(mmap.MADV_WILLNEED, first, last - first)
         count, dtype = math.prod(header.shape), jnp.dtype(header.dtype)
@@ -129,6 +133,12 @@ class SafetensorsSource:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Forgets the open file; it stays mapped as long as a view of it lives."""
+        if self._file[1] is not None:
+            self._file[1].madvise(mmap.MADV_DONTNEED)
         self._file = ("", None)
 
 

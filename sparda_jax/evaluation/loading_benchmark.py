@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -37,6 +36,7 @@ from sparda_jax.pretrained import Pretrained, from_pretrained
 from sparda_jax.sharding import distribute, make_mesh
 
 SHARD_BYTES = 5 << 30  # as published checkpoints are cut
+DRAWN = 1 << 28  # random values for each width of a matrix
 NEW_TOKENS = 128
 TOP = 5  # likeliest tokens kept of each step
 
@@ -44,7 +44,7 @@ TOP = 5  # likeliest tokens kept of each step
 def write_checkpoint(name: str, folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
     """Writes a preset's checkpoint with random bfloat16 weights of unit gain; returns its bytes.
 
-    One tensor at a time: the weights are drawn on the device, and the whole is never in memory.
+    One tensor at a time, from draws that are made on the device: the whole is never in memory.
 
     Args:
         name: of the preset.
@@ -70,7 +70,7 @@ def write_checkpoint(name: str, folder: Path, shard_bytes: int = SHARD_BYTES) ->
             files.append({})
         files[-1][tensor] = size
     numbers = {tensor: number for number, tensor in enumerate(sizes)}
-    where: dict[str, str] = {}
+    weights, where = _Weights(), dict[str, str]()
     for count, tensors in enumerate(files, 1):
         file = f"model-{count:05}-of-{len(files):05}.safetensors"
         where.update(dict.fromkeys(tensors, file))
@@ -78,18 +78,32 @@ def write_checkpoint(name: str, folder: Path, shard_bytes: int = SHARD_BYTES) ->
             out.write(_header(tensors, sizes))
             for tensor in tensors:
                 shape = sizes[tensor]
-                drawn = None if tensor in norms else _draw(numbers[tensor], shape)
-                np.asarray(np.ones(shape, jnp.bfloat16) if drawn is None else drawn).tofile(out)
+                values = weights(numbers[tensor], shape)
+                (np.ones(shape, jnp.bfloat16) if tensor in norms else values).tofile(out)
     total = sum(sum(tensors.values()) for tensors in files)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
 
 
-@partial(jax.jit, static_argnums=1)
-def _draw(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    # bfloat16 has few values: drawn as such, so that 33 GB take no longer than they must.
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * shape[-1] ** -0.5
+class _Weights:
+    """Random matrices of unit gain, each another piece of one long draw for its width."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[int, np.ndarray] = {}
+
+    def __call__(self, number: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Matrix `number`."""
+        width, size = shape[-1], math.prod(shape)
+        if width not in self._drawn:
+            key = jax.random.key(width)
+            drawn = jax.random.normal(key, (DRAWN,), jnp.bfloat16) * width**-0.5
+            self._drawn[width] = np.asarray(drawn)
+        drawn = self._drawn[width]
+        if size > DRAWN // 2:
+            return np.resize(drawn, shape)
+        start = number * 7919 * 4096 % (DRAWN - size)
+        return drawn[start : start + size].reshape(shape)
 
 
 def _header(tensors: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> bytes:

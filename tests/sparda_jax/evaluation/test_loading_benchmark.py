@@ -23,6 +23,7 @@ def test_synthetic_checkpoint_loads(tmp_path, monkeypatch):
         "mask_token_id": 100,
     }
     monkeypatch.setitem(PRESETS, "tiny", tiny)
+    monkeypatch.setattr("sparda_jax.evaluation.loading_benchmark.DRAWN", 1 << 16)
     total = write_checkpoint("tiny", tmp_path, shard_bytes=100_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2 and index["metadata"]["total_size"] == total
