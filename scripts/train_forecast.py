@@ -26,6 +26,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_policy_options(group)
     add("--teacher-kernel", type=int, default=2, help="keys averaged into one of the teacher's")
     add("--teacher-stride", type=int, default=1, help="keys between two of the teacher's")
+    add(
+        "--target",
+        choices=("windows", "blocks"),
+        default="windows",
+        help="windows: the published loss; blocks: true attention mass of the free blocks",
+    )
+    add("--query-every", type=int, default=1, help="train on one token of so many")
+    add("--chunk-mib", type=int, default=64, help="MiB of scores formed at a time, at most")
     add("--lookahead", type=int, default=1, help="layers ahead; other than 1 to compare only")
     add_run_options(parser, learning_rate=5e-4, clip=0.5, weight_decay=0.01, batch=32)
     return parser.parse_args(argv)
@@ -40,7 +48,15 @@ def settings(args: argparse.Namespace) -> Any:
     sparse = policy(args, SparseConfig())
     check_lookahead(sparse)
     return TrainConfig(
-        loss=LossConfig(sparse, args.teacher_kernel, args.teacher_stride, lookahead=args.lookahead),
+        loss=LossConfig(
+            sparse,
+            args.teacher_kernel,
+            args.teacher_stride,
+            target=args.target,
+            query_every=args.query_every,
+            lookahead=args.lookahead,
+            chunk_bytes=args.chunk_mib << 20,
+        ),
         **run_settings(args),
     )
 

@@ -158,7 +158,7 @@ def _parts(model: Decoder, workload: Workload, config: LossConfig) -> Iterator[t
     teacher = jax.jit(_reduced(partial(_teacher_chunks, config)))
     yield "teacher", _timed(lambda: teacher(q, keys, positions))
     choice = jax.jit(_reduced(partial(_choice_chunks, config, count)))
-    yield "one_choice", _timed(lambda: choice(keys, positions))
+    yield "one_choice", _timed(lambda: choice(q, keys, positions))
     yield "loss_without_gradient", _timed(lambda: without(kernel, (normed, q, cos, sin), keys))
     yield "loss_with_gradient", _timed(lambda: whole(kernel, (normed, q, cos, sin), keys))
 
@@ -168,7 +168,7 @@ def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _teacher_chunks(config: LossConfig, q: Any, keys: Any, positions: Any) -> Any:
-    chunk = losses.chunk_tokens(config, keys)
+    chunk = losses.chunk_tokens(config, q, keys)
     compressed = jnp.zeros((*keys.shape[:2], 0, keys.shape[3]), keys.dtype)
     parts = (_chunks(q, chunk), _chunks(positions, chunk))
     return jax.lax.map(
@@ -176,11 +176,11 @@ def _teacher_chunks(config: LossConfig, q: Any, keys: Any, positions: Any) -> An
     )
 
 
-def _choice_chunks(config: LossConfig, count: int, keys: Any, positions: Any) -> Any:
-    chunk = losses.chunk_tokens(config, keys)
+def _choice_chunks(config: LossConfig, count: int, q: Any, keys: Any, positions: Any) -> Any:
+    chunk = losses.chunk_tokens(config, q, keys)
     windows = config.sparse.geometry.num_compressed(count)
     scores = jax.random.normal(jax.random.key(0), (*keys.shape[:2], chunk, windows))
-    run = lambda rows: losses.routing(config, scores, rows, count).sum()
+    run = lambda rows: losses.routing(config, losses.by_block(config, scores, count), rows).sum()
     return jax.lax.map(run, _chunks(positions, chunk))
 
 

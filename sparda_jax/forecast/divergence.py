@@ -1,13 +1,15 @@
-"""KL divergence between two distributions over the windows of selected blocks.
+"""KL divergence between two distributions, over the windows of selected blocks or over blocks.
 
 Masks over all blocks and windows, no lists: nothing is gathered, and no gradient is scattered.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.grouping import MASKED
 from sparda_jax.config import SparseConfig
 from sparda_jax.typing import Array, Bool, Float, Int
 
@@ -23,12 +25,16 @@ def members(ids: Int[Array, "B K T R"], num_blocks: int) -> Bool[Array, "B K T M
 
 
 def candidates(
-    sparse: SparseConfig, chosen: Bool[Array, "B K T M"], positions: Int[Array, "B T"]
+    sparse: SparseConfig,
+    chosen: Bool[Array, "B K T M"],
+    positions: Int[Array, "B T"],
+    local_blocks: Int[Array, "B T"] | None = None,
 ) -> Bool[Array, "B K T M"]:
-    """Which chosen blocks no rule forced."""
-    own = (positions // sparse.geometry.block_size)[:, None, :, None]
+    """Which chosen blocks no rule forced, with so many local ones; None: the policy's."""
+    own = positions // sparse.geometry.block_size
+    last = (own - (sparse.local_blocks if local_blocks is None else local_blocks))[:, None, :, None]
     block = lax.broadcasted_iota(jnp.int32, (1, 1, 1, chosen.shape[-1]), 3)
-    return chosen & (block >= sparse.init_blocks) & (block < own - sparse.local_blocks)
+    return chosen & (block >= sparse.init_blocks) & (block < last)
 
 
 def partition(
@@ -69,3 +75,25 @@ def divergence(
     rest = wanted_rest * (jnp.log(wanted_rest) - jnp.log(got_rest))
     out = (inside + rest) / wanted_sum + jnp.log(got_sum) - jnp.log(wanted_sum)
     return out[..., 0]
+
+
+def block_divergence(
+    mass: Float[Array, "B K T M"],
+    scores: Float[Array, "B K T M"],
+    free: Bool[Array, "B K T M"],
+) -> Float[Array, "B K T"]:
+    """w KL(mass / w || softmax(scores)) over the free blocks, w being the mass of all of them.
+
+    What forced blocks get plays no part; a token counts by what selection can win or lose there.
+
+    Args:
+        mass: attention mass of every block.
+        scores: of every block.
+        free: candidates; none: 0.
+    """
+    wanted = jnp.where(free, mass, 0.0)
+    whole = wanted.sum(-1, keepdims=True)
+    share = jax.nn.log_softmax(jnp.where(free, scores, MASKED), axis=-1)
+    # Where nothing is wanted the logarithm does not matter, but it must be one.
+    log = lambda values: jnp.log(jnp.maximum(values, EPSILON))
+    return (wanted * (log(wanted) - log(whole) - share)).sum(-1)

@@ -10,13 +10,20 @@ For layer l and KV head k, query token t (SparDA, sec. 3; spec/sparda.md, sec. 5
 
 The forward pass attends the blocks that T selects. Gradients reach the Forecast kernels only: the
 backbone runs once, forward.
+
+That is the published loss. With `target="blocks"` it is the KL from the true attention mass of the
+free blocks to softmax over the scores that choose among them, weighted with that mass: a mean of
+two keys hides what one of them gets, a mean over windows what a block gets, and the forced blocks
+need no prediction (docs/forecast.md has the figures). Tokens take turns in how many local blocks
+count as forced, 1 to the policy's number: ranks among near blocks are learnt too, which smaller
+budgets need.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +39,13 @@ from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.compressed_keys import compress_keys
 from pallas_kernels.teacher_scores import teacher_scores
 from sparda_jax.config import SparseConfig
-from sparda_jax.forecast.divergence import candidates, divergence, members
+from sparda_jax.forecast.divergence import block_divergence, candidates, divergence, members
 from sparda_jax.forecast.projection import Forecast, project
+from sparda_jax.models.attention import causal_attention
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse.infllm_v2 import to_blocks
+from sparda_jax.sparse.mass import block_mass
 from sparda_jax.typing import Array, Float, Int
 
 
@@ -52,6 +61,10 @@ class LossConfig:
             probabilities of that grid are the teacher.
         mask_future: False: the teacher's selection can lose a place to a block after the query's
             own, as in the public code; for tests against it.
+        target: "windows": the published loss. "blocks": see above; the teacher's grid is not used.
+        query_every: one query token in so many is trained on. Above 1 the backbone attends
+            everything, since no teacher says what the other tokens select. Tokens side by side tell
+            much the same; an odd number meets all places within a block.
         lookahead: layers between the hidden state that a projection reads and the layer it selects
             for. The engine runs 1; others are for comparison, and their weights are of no use to
             it. A layer with fewer layers before it reads the hidden state of layer 0.
@@ -62,12 +75,17 @@ class LossConfig:
     teacher_kernel: int = 2
     teacher_stride: int = 1
     mask_future: bool = True
+    target: Literal["windows", "blocks"] = "windows"
+    query_every: int = 1
     lookahead: int = 1
     chunk_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        if self.lookahead < 1:
-            raise ValueError(f"lookahead must be at least 1, got {self.lookahead}")
+        for name in ("lookahead", "query_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.target not in ("windows", "blocks"):
+            raise ValueError(f"target must be 'windows' or 'blocks', got {self.target!r}")
         geometry = self.sparse.geometry
         fine, grid = (self.teacher_kernel, self.teacher_stride), geometry.kernel_stride
         if fine == (geometry.kernel_size, grid):
@@ -141,7 +159,8 @@ def forecast_loss(
     kl, free, recalled = layer_losses(
         config, kernels, (layers, model.embed(tokens), positions, cos, sin)
     )
-    per_layer = kl / (batch * count * model.config.num_kv_heads)
+    queries = count // config.query_every
+    per_layer = kl / (batch * queries * model.config.num_kv_heads)
     return per_layer.sum(), LossOutput(lax.stop_gradient(per_layer), free, recalled)
 
 
@@ -202,8 +221,11 @@ def _over_layers(
         losses, ids, gradient = chunked_losses(
             config, kernel, tokens, keys, with_gradient=with_gradient
         )
-        kv = to_blocks(k, v, config.sparse.geometry.block_size)
-        attention = cast(jax.Array, block_sparse_attention(q, kv, ids, positions))
+        if config.query_every == 1:
+            kv = to_blocks(k, v, config.sparse.geometry.block_size)
+            attention = cast(jax.Array, block_sparse_attention(q, kv, ids, positions))
+        else:
+            attention = causal_attention(q, k, v, positions)
         return (layer.finish(x, attention), (*before[1:], normed)), (losses, gradient)
 
     start = (x, (jnp.zeros_like(x),) * config.lookahead)
@@ -218,8 +240,10 @@ def chunked_losses(
     keys: Float[Array, "B K T H"],
     *,
     with_gradient: bool,
-) -> tuple[Losses, Int[Array, "B K T R"], Array]:
+) -> tuple[Losses, Int[Array, "B K Q R"], Array]:
     """One layer's losses, the blocks that its teacher selects, and the gradient if asked for.
+
+    Of all T tokens, the Q = T // query_every that are trained on.
 
     Args:
         config: see there.
@@ -230,12 +254,14 @@ def chunked_losses(
         with_gradient: False: zeros.
     """
     batch, heads, count, _ = keys.shape
-    compressed = compress_keys(keys, config.sparse.geometry)
-    chunk = chunk_tokens(config, keys)
-    chunks = -(-count // chunk)
+    every = config.query_every
+    compressed, total = compress_keys(keys, config.sparse.geometry), count // every
+    chunk = chunk_tokens(config, tokens[1], keys)
+    chunks = -(-total // chunk)
 
     def split(rows: Array) -> Array:
-        widths = [(0, 0), (0, chunks * chunk - count)] + [(0, 0)] * (rows.ndim - 2)
+        rows = rows[:, every - 1 :: every]
+        widths = [(0, 0), (0, chunks * chunk - total)] + [(0, 0)] * (rows.ndim - 2)
         rows = jnp.pad(rows, widths).reshape(batch, chunks, chunk, *rows.shape[2:])
         return jnp.moveaxis(rows, 1, 0)
 
@@ -244,7 +270,8 @@ def chunked_losses(
         seen = positions < count
         positions = jnp.minimum(positions, count - 1)
         target = teacher(config, q, keys, compressed, positions)
-        ids = routing(config, target, positions, count)
+        blocks = target if config.target == "blocks" else by_block(config, target, count)
+        ids = routing(config, blocks, positions)
         run = partial(chunk_loss, config, target=target, ids=ids, compressed=compressed)
         run = partial(run, length=count, rows=(normed, cos, sin, positions, seen))
         if with_gradient:
@@ -253,22 +280,27 @@ def chunked_losses(
             (kl, counts), gradient = run(kernel), jnp.zeros_like(kernel)
         return jax.tree.map(jnp.add, carry, (kl, *counts, gradient)), ids
 
-    positions = jnp.arange(chunks * chunk, dtype=jnp.int32).reshape(chunks, 1, chunk)
-    positions = jnp.broadcast_to(positions, (chunks, batch, chunk))
+    positions = every * jnp.arange(chunks * chunk, dtype=jnp.int32).reshape(chunks, 1, chunk)
+    positions = jnp.broadcast_to(positions + every - 1, (chunks, batch, chunk))
     zero = jnp.zeros((), jnp.float32)
     start = (zero, zero, zero, jnp.zeros_like(kernel))
     carry, ids = lax.scan(body, start, (*map(split, tokens), positions))
     *losses, gradient = carry
-    ids = jnp.moveaxis(ids, 0, 2).reshape(batch, heads, chunks * chunk, -1)[:, :, :count]
+    ids = jnp.moveaxis(ids, 0, 2).reshape(batch, heads, chunks * chunk, -1)[:, :, :total]
     return cast(Losses, tuple(losses)), ids, gradient
 
 
-def chunk_tokens(config: LossConfig, keys: Float[Array, "B K T H"]) -> int:
+def chunk_tokens(
+    config: LossConfig, q: Float[Array, "B T N H"], keys: Float[Array, "B K T H"]
+) -> int:
     """Query tokens whose scores fit `chunk_bytes`, in chunks of about equal length."""
     batch, heads, count, _ = keys.shape
-    per_token = 4 * batch * heads * config.sparse.geometry.num_compressed(count)
-    chunks = -(-count // max(1, config.chunk_bytes // per_token))
-    return -(-count // chunks)
+    scores = heads * config.sparse.geometry.num_compressed(count)
+    if config.target == "blocks":
+        scores = q.shape[2] * count
+    total = count // config.query_every
+    chunks = -(-total // max(1, config.chunk_bytes // (4 * batch * scores)))
+    return -(-total // chunks)
 
 
 def teacher(
@@ -277,9 +309,13 @@ def teacher(
     keys: Float[Array, "B K S H"],
     compressed: Float[Array, "B K C H"],
     positions: Int[Array, "B T"],
-) -> Float[Array, "B K T C"]:
-    """What the query heads of each group attend, by window; not normalised."""
+) -> Float[Array, "B K T X"]:
+    """What the query heads of each group attend, by window (not normalised) or by block (of 1)."""
     geometry = config.sparse.geometry
+    if config.target == "blocks":
+        size = geometry.block_size
+        keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -keys.shape[2] % size), (0, 0)))
+        return block_mass(q, keys, positions, size) * (keys.shape[1] / q.shape[2])
     if config.teacher_stride == geometry.kernel_stride:
         visible = geometry.complete_windows(positions)
         return multi_head_scores(q, compressed, visible, scale=q.shape[-1] ** -0.5)
@@ -295,21 +331,27 @@ def teacher(
 
 def routing(
     config: LossConfig,
-    scores: Float[Array, "B K T C"],
+    scores: Float[Array, "B K T M"],
     positions: Int[Array, "B T"],
-    length: int,
 ) -> Int[Array, "B K T R"]:
-    """Blocks of a sequence of `length` tokens by scores of windows, under the policy's rules."""
+    """Blocks by their scores, under the policy's rules."""
     sparse = config.sparse
-    blocks = int(sparse.geometry.num_blocks(length))
     return choose_blocks(
-        pool_scores(scores, num_blocks=blocks, geometry=sparse.geometry),
+        scores,
         positions // sparse.geometry.block_size,
         init_blocks=sparse.init_blocks,
         local_blocks=sparse.local_blocks,
         budget=sparse.budget_blocks,
         mask_future=config.mask_future,
     ).ids
+
+
+def by_block(
+    config: LossConfig, scores: Float[Array, "B K T C"], length: int
+) -> Float[Array, "B K T M"]:
+    """Scores of the blocks of a sequence of `length` tokens from those of its windows."""
+    geometry = config.sparse.geometry
+    return pool_scores(scores, num_blocks=int(geometry.num_blocks(length)), geometry=geometry)
 
 
 def predict(
@@ -336,13 +378,19 @@ def chunk_loss(
     sparse = config.sparse
     queries = project(kernel, normed, cos, sin)
     scores = predict(queries, compressed, sparse.geometry.started_windows(positions))
-    share = jax.nn.softmax(scores * queries.shape[-1] ** -0.5, axis=-1)
-    blocks, per_block = int(sparse.geometry.num_blocks(length)), sparse.geometry.strides_per_block
-    free = candidates(sparse, members(ids, blocks), positions)
-    windows = jnp.repeat(free, per_block, axis=-1)[..., : share.shape[-1]]
-    kl = divergence(target, share, windows, ids.shape[-1] * per_block)
+    pooled, scale = by_block(config, scores, length), queries.shape[-1] ** -0.5
+    free = candidates(sparse, members(ids, pooled.shape[-1]), positions)
+    if config.target == "blocks":
+        turn = 1 + positions // config.query_every % max(1, sparse.local_blocks)
+        wanted = candidates(sparse, jnp.ones_like(free), positions, turn)
+        kl = block_divergence(target, pooled * scale, wanted)
+    else:
+        share = jax.nn.softmax(scores * scale, axis=-1)
+        per_block = sparse.geometry.strides_per_block
+        windows = jnp.repeat(free, per_block, axis=-1)[..., : share.shape[-1]]
+        kl = divergence(target, share, windows, ids.shape[-1] * per_block)
     kl = jnp.where(seen[:, None], kl, 0.0).sum()
     free &= seen[:, None, :, None]
-    chosen = routing(config, lax.stop_gradient(scores), positions, length)
-    found = free & members(chosen, blocks)
+    chosen = routing(config, lax.stop_gradient(pooled), positions)
+    found = free & members(chosen, pooled.shape[-1])
     return kl, (free.sum(dtype=jnp.float32), found.sum(dtype=jnp.float32))

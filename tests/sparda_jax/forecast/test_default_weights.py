@@ -22,11 +22,11 @@ def test_shipped_weights_find_what_the_default_model_attends(default_model_path)
     assert sparse == SparseConfig()
     assert (default_forecast().parent / "forecast.md").is_file()
     # Two free blocks of at most ten, so that a short text suffices.
-    config = LossConfig(SparseConfig(budget_blocks=12))
+    config = LossConfig(SparseConfig(budget_blocks=12), target="blocks", query_every=3)
     tokens = jnp.asarray(tokenizer.encode(load_excerpt())[3000:4280], jnp.int32)[None]
     loss = jax.jit(partial(forecast_loss, config=config))
     trained, now = loss(model, forecast, tokens)
     untrained, before = loss(model, Forecast.random(model.config), tokens)
     print(float(trained), float(untrained), float(now.recall), float(before.recall))
-    assert trained < 0.5 * untrained
-    assert now.recall > before.recall + 0.2
+    assert trained < 0.6 * untrained
+    assert now.recall > before.recall + 0.25
