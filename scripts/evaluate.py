@@ -23,6 +23,7 @@ from sparda_jax.cli import (
     Parser,
     add_engine_options,
     add_model_options,
+    diffusion_model,
     engine_settings,
     guarded,
     load_model,
@@ -180,7 +181,7 @@ class Session:
 
     def use_diffusion(self) -> None:
         """The model with its block-diffusion adapter, and settings of its modes."""
-        from sparda_jax.commands.diffusion import denoise_settings, diffusion_model
+        from sparda_jax.commands.diffusion import denoise_settings
         from sparda_jax.commands.herald import herald_settings
         from sparda_jax.herald.config import Budget
 

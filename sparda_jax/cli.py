@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from sparda_jax.config import EngineConfig, SparseConfig
+    from sparda_jax.models.decoder import Decoder
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -236,6 +237,24 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     if tokenizer is None:
         raise ValueError(f"no tokenizer.json in {args.model}")
     return model, tokenizer
+
+
+def diffusion_model(args: argparse.Namespace, model: Decoder) -> Decoder:
+    """The model itself where its checkpoint is one of block diffusion, else with its adapter.
+
+    Raises:
+        ValueError: a causal model and no adapter for it.
+    """
+    from sparda_jax.diffusion.files import load_adapter
+
+    adapter = args.adapter or ("default" if args.model == "default" else None)
+    if adapter is not None:
+        return load_adapter(adapter, model)
+    if model.config.diffusion is None:
+        raise ValueError(
+            f"--diffusion: {args.model} is a causal model; name an adapter for it with --adapter"
+        )
+    return model
 
 
 def load_selector(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:

@@ -32,8 +32,10 @@ RANKS = {
     "__init__": 6,  # of sparda_jax: offers from_pretrained, and imports it when asked for
 }
 OPTIONAL = {"gguf", "huggingface_hub", "matplotlib", "lm_eval", "orbax", "torch", "transformers"}
-# Subclasses a class of an optional package, so it is imported by those who have that only.
-WHOLLY_OPTIONAL = {"sparda_jax/evaluation/lm_eval_adapter.py"}
+# Subclasses of a class of an optional package, so imported by those who have that only.
+WHOLLY_OPTIONAL = {
+    f"sparda_jax/evaluation/lm_eval_{part}.py" for part in ("adapter", "base", "blocks")
+}
 # XDG_CACHE_HOME in assets says, like HOME, where the user's files are.
 MAY_READ_ENVIRONMENT = {"host_offload/memory.py", "sparda_jax/assets/__init__.py"}
 

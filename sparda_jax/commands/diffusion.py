@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparda_jax.cli import EXIT_INTERRUPTED, note
+from sparda_jax.cli import EXIT_INTERRUPTED, diffusion_model, note
 
 if TYPE_CHECKING:
     from sparda_jax.diffusion.config import DenoiseParams
@@ -69,24 +69,6 @@ def denoise_settings(args: argparse.Namespace, model: Decoder) -> DenoiseParams:
     params = dataclasses.replace(DenoiseParams.of_family(model.config), **given)
     params.check(diffusion_of(model.config)[0].block_size)
     return params
-
-
-def diffusion_model(args: argparse.Namespace, model: Decoder) -> Decoder:
-    """The model itself where its checkpoint is one of block diffusion, else with its adapter.
-
-    Raises:
-        ValueError: a causal model and no adapter for it.
-    """
-    from sparda_jax.diffusion.files import load_adapter
-
-    adapter = args.adapter or ("default" if args.model == "default" else None)
-    if adapter is not None:
-        return load_adapter(adapter, model)
-    if model.config.diffusion is None:
-        raise ValueError(
-            f"--diffusion: {args.model} is a causal model; name an adapter for it with --adapter"
-        )
-    return model
 
 
 class Texts:

@@ -20,8 +20,7 @@ from sparda_jax.evaluation.lm_eval_base import HarnessLM  # first: names the ext
 # isort: split
 from lm_eval.api.registry import register_model
 
-from sparda_jax.cli import load_model
-from sparda_jax.commands.diffusion import diffusion_model
+from sparda_jax.cli import diffusion_model, load_model
 from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.diffusion.plan import BlockEngineConfig
 from sparda_jax.evaluation.generation import BlockAnswerer

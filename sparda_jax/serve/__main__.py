@@ -14,6 +14,7 @@ from sparda_jax.cli import (
     Parser,
     add_engine_options,
     add_model_options,
+    diffusion_model,
     engine_settings,
     guarded,
     load_model,
@@ -132,7 +133,7 @@ def _block_engine(
     args: argparse.Namespace, model: Any, tokenizer: Any
 ) -> tuple[Serving, DenoiseParams]:
     """For a model of block diffusion; and how it denoises unless a request says otherwise."""
-    from sparda_jax.commands.diffusion import denoise_settings, diffusion_model
+    from sparda_jax.commands.diffusion import denoise_settings
     from sparda_jax.herald.engine import HeraldEngine
 
     args.mode = args.mode or "dense"
