@@ -22,6 +22,7 @@ class BatchPlan:
 
     Attributes:
       batch: B.
+      layers: L.
       padded_length: prompt tokens after padding to whole prefill chunks.
       num_blocks: M, KV blocks a sequence can hold; covers prompt and generated tokens.
       selected: blocks that a KV head attends at most, besides the tail block; 0 when dense.
@@ -35,6 +36,7 @@ class BatchPlan:
     """
 
     batch: int
+    layers: int
     padded_length: int
     num_blocks: int
     selected: int
@@ -214,6 +216,7 @@ def plan_sizes(
         hidden += batch * padded_length * token  # Forecast queries of all tokens
     return BatchPlan(
         batch=batch,
+        layers=layers,
         padded_length=padded_length,
         num_blocks=num_blocks,
         selected=selected,

@@ -65,11 +65,11 @@ class Rows(Batch):
         self.max_length = max_length
         self.chunk = -(-min(engine.config.prefill_chunk, max_length) // size) * size
         self._capacities = capacities(self.chunk, max_length)
-        plan, one = self._plan(batch), self._plan(1)
-        check_rows(plan, one, engine.config, engine.device)
+        check_rows(self._plan, batch, engine.config, engine.device)
+        plan = self._plan(batch)
         self.pages: Pages | None = None
         if plan.slots:
-            count = pool_pages(plan, one, engine.config, engine.device)
+            count = pool_pages(plan, engine.config, engine.device)
             self.pages = Pages(count, batch, plan.num_blocks)
         self.holdings = Holdings(engine, batch, self.chunk, self.pages, reuse)
         state, self._pool = self._empty_state(plan), self._empty_pool(plan)

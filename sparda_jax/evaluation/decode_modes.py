@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from host_offload import memory
 from sparda_jax.config import EngineConfig, ModelConfig, SparseConfig
+from sparda_jax.engine.capacity import largest
 from sparda_jax.engine.plan import BatchPlan, plan_sizes
 from sparda_jax.evaluation.decode_traces import Workload
 
@@ -24,6 +25,9 @@ MODES: dict[str, dict[str, Any]] = {
     "sparda_int8": {"mode": "sparda", "offload": "host", "host_kv_dtype": "int8"},
     "sparda_fp8": {"mode": "sparda", "offload": "host", "host_kv_dtype": "float8_e4m3fn"},
 }
+
+# No benchmark asks for a larger batch.
+MOST_SEQUENCES = 256
 
 
 def engine_config(workload: Workload, mode: str, device_kv_bytes: int | None) -> EngineConfig:
@@ -95,13 +99,15 @@ def largest_batch(
       ValueError: not even one fits.
     """
     rules = sparse_config(sparse, workload, mode)
-    fitting = 0
-    for batch in range(1, 257):
-        one = dataclasses.replace(workload, batch=batch)
-        config = engine_config(one, mode, max(device_kv_bytes, 1))
-        plan = plan_of(model, rules, config, one)
-        if plan.device_kv_bytes <= device_kv_bytes and plan.host_kv_bytes <= host_kv_bytes:
-            fitting = batch
+    config = engine_config(workload, mode, max(device_kv_bytes, 1))
+
+    def check(batch: int) -> None:
+        plan = plan_of(model, rules, config, dataclasses.replace(workload, batch=batch))
+        what = f"the KV of {batch} sequences"
+        memory.check_budget(what, plan.device_kv_bytes, device_kv_bytes, "the device's limit")
+        memory.check_budget(what, plan.host_kv_bytes, host_kv_bytes, "the host's limit")
+
+    fitting = largest(check, MOST_SEQUENCES)
     if not fitting:
         raise ValueError(
             f"{mode}: no sequence of {workload.context} tokens fits in "

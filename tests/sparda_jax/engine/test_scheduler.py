@@ -240,6 +240,22 @@ def test_a_pool_of_few_pages_serves_as_many_requests_as_it_holds(scheduler_of, m
     assert pages.free + pages.used(range(ROWS)) == 18
 
 
+def test_rows_of_which_some_layers_stay_on_the_device(scheduler_of, make_engine):
+    """With a budget for the first layer of all rows: as many layers stay as for a batch."""
+    resident, offloaded = (
+        scheduler_of("sparse", where).rows.plan.device_kv_bytes for where in ("none", "host")
+    )
+    budget = (resident + offloaded) // 2
+    settings = SMALL | {"mode": "sparse", "offload": "auto", "top_logprobs": 2}
+    engine = make_engine(**settings, device_kv_bytes=budget)
+    scheduler = Scheduler(engine, SchedulerConfig(rows=ROWS, queue=500))
+    assert scheduler.rows.plan.resident_layers == 1
+    requests = draw_requests(12, 97, LENGTH, seed=5)
+    assert check_round(scheduler, scheduler_of("sparse", "none"), requests).wrong == []
+    with pytest.raises(ValueError, match=r"device_kv_bytes.*; [3-9] such rows would fit"):
+        Scheduler(engine, SchedulerConfig(rows=40))
+
+
 def test_ten_thousand_wait_and_all_end(scheduler_of):
     """A long queue costs nothing but itself; closing ends it and nobody waits for ever."""
     scheduler = scheduler_of(queue=10_000)
