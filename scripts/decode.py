@@ -263,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
     # Settings and files first: a mistake in them should not wait for the weights.
     sparse, config, sampling = settings(args)
     prompt_texts = read_prompts(args)
-    model, tokenizer = load_model(args)
+    model, tokenizer = load_model(args.model, args.dtype, args.cache_dir)
     prompts = encode_prompts(args, prompt_texts, tokenizer)
 
     from sparda_jax.commands import diffusion as command
@@ -277,7 +277,9 @@ def run(args: argparse.Namespace) -> int:
     if args.diffusion:
         own = None if args.block_mode == "dense" else herald.prepare
         return command.run(args, model, tokenizer, prompts, requests, own)
-    selector = load_selector(args, model, tokenizer)
+    selector = load_selector(
+        args.mode, model, tokenizer, args.forecast, verify=args.verify_forecast
+    )
     engine = Engine(model, sparse=sparse, config=config, **selector)
     generation = engine.prepare(prompts, requests)
     dense = None

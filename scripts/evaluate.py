@@ -164,7 +164,7 @@ class Session:
         for mode in () if args.diffusion else args.modes:
             self.sparse, config = engine_settings(self.of(mode))
             self.configs[mode] = replace(config, length_step=args.length_step)
-        self.model, self.tokenizer = load_model(args)
+        self.model, self.tokenizer = load_model(args.model, args.dtype, args.cache_dir)
         self.denoise: Any = None
         if args.diffusion:
             self.use_diffusion()
@@ -190,7 +190,7 @@ class Session:
                 f"{self.meters[0]} with --diffusion: it needs exact log-likelihoods, or selections "
                 "of an autoregressive model"
             )
-        self.model = diffusion_model(self.args, self.model)
+        self.model = diffusion_model(self.args.model, self.model, self.args.adapter)
         self.denoise = denoise_settings(self.args, self.model)
         self.configs = {m: herald_settings(self.args, self.model, m) for m in self.args.modes}
         if "dense" in self.configs:  # attends all, whatever the others' budget
@@ -206,7 +206,10 @@ class Session:
 
     def selector(self, mode: str) -> dict[str, Any]:
         """Forecast or skews, where a mode needs them."""
-        return load_selector(self.of(mode), self.model, self.tokenizer)
+        args = self.args
+        return load_selector(
+            mode, self.model, self.tokenizer, args.forecast, verify=args.verify_forecast
+        )
 
     def answerer(self, mode: str) -> Any:
         from sparda_jax.evaluation.generation import BlockAnswerer, EngineAnswerer

@@ -102,7 +102,7 @@ def policy(args: argparse.Namespace, base: SparseConfig) -> SparseConfig:
 
 
 def add_model_options(parser: argparse.ArgumentParser, cache_dir: str | None = None) -> None:
-    """Options that `load_model` reads.
+    """Options that say what `load_model` is to load.
 
     Args:
         parser: takes them.
@@ -218,11 +218,15 @@ def engine_settings(args: argparse.Namespace) -> tuple[SparseConfig, EngineConfi
     return sparse, config
 
 
-def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
+def load_model(
+    name: str, dtype: str | None = None, cache_dir: str | Path | None = None
+) -> tuple[Any, Any]:
     """Model and tokenizer.
 
     Args:
-        args: `model`, `dtype` (None: what suits the device), `cache_dir`.
+        name: "default", a directory, a GGUF file or a hub id.
+        dtype: of the weights; None: what suits the device.
+        cache_dir: where the default model is kept; None: the user's cache.
 
     Raises:
         ValueError: no tokenizer.
@@ -232,45 +236,59 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
 
     from sparda_jax.checkpoints.load import load_pretrained
 
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(dtype), cache_dir=args.cache_dir)
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model, tokenizer = load_pretrained(name, dtype=jnp.dtype(dtype), cache_dir=cache_dir)
     if tokenizer is None:
-        raise ValueError(f"no tokenizer.json in {args.model}")
+        raise ValueError(f"no tokenizer.json in {name}")
     return model, tokenizer
 
 
-def diffusion_model(args: argparse.Namespace, model: Decoder) -> Decoder:
+def diffusion_model(name: str, model: Decoder, adapter: str | None = None) -> Decoder:
     """The model itself where its checkpoint is one of block diffusion, else with its adapter.
+
+    Args:
+        name: of the model.
+        model: what `load_model` gave for it.
+        adapter: None: that which ships with the default model.
 
     Raises:
         ValueError: a causal model and no adapter for it.
     """
     from sparda_jax.diffusion.files import load_adapter
 
-    adapter = args.adapter or ("default" if args.model == "default" else None)
+    adapter = adapter or ("default" if name == "default" else None)
     if adapter is not None:
         return load_adapter(adapter, model)
     if model.config.diffusion is None:
         raise ValueError(
-            f"--diffusion: {args.model} is a causal model; name an adapter for it with --adapter"
+            f"--diffusion: {name} is a causal model; name an adapter for it with --adapter"
         )
     return model
 
 
-def load_selector(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+def load_selector(
+    mode: str, model: Any, tokenizer: Any, forecast: str | None = None, *, verify: bool = True
+) -> dict[str, Any]:
     """What the mode needs besides the model, by the engine's name for it.
 
     Args:
-        args: `mode`, `forecast`, `verify_forecast`.
+        mode: attention mode.
         model: the decoder.
         tokenizer: its tokenizer.
+        forecast: weights for mode "sparda": "default" or a file.
+        verify: refuse weights that do not name this model.
+
+    Raises:
+        ValueError: mode "sparda" without weights, or with those of another model.
     """
-    if args.mode == "sparda":
+    if mode == "sparda":
         from sparda_jax.forecast.files import load_forecast
 
-        forecast, _ = load_forecast(args.forecast, model, verify_base=args.verify_forecast)
-        return {"forecast": forecast}
-    if args.mode == "infinigen":
+        if forecast is None:
+            raise ValueError("mode sparda needs Forecast weights of this model")
+        found, _ = load_forecast(forecast, model, verify_base=verify)
+        return {"forecast": found}
+    if mode == "infinigen":
         import jax.numpy as jnp
 
         from sparda_jax.assets import load_python_topics

@@ -153,7 +153,7 @@ def run(
     Raises:
         FloatingPointError: logits that are not finite.
     """
-    model = diffusion_model(args, model)
+    model = diffusion_model(args.model, model, args.adapter)
     rule = denoise_settings(args, model)
     generation = (prepare or _prepare)(args, model, prompts, requests, rule)
     if not args.json:

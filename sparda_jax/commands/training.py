@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparda_jax.cli import note
+from sparda_jax.cli import load_model, note
 from sparda_jax.forecast.data import Windows, pack, read_documents, split_documents
 
 # Options that are fields of `RunConfig` under the same name.
@@ -123,14 +123,9 @@ def prepared(args: argparse.Namespace) -> tuple[Any, Windows, Windows, Any]:
         ValueError: options that contradict each other; a model without a tokenizer.
     """
     import jax
-    import jax.numpy as jnp
-
-    from sparda_jax.checkpoints.load import load_pretrained
 
     devices = join_processes(args)
-    model, tokenizer = load_pretrained(args.model, dtype=jnp.dtype(args.dtype))
-    if tokenizer is None:
-        raise ValueError(f"no tokenizer.json in {args.model}")
+    model, tokenizer = load_model(args.model, args.dtype)
     train, held_out, what = read_windows(args, model, tokenizer)
     if jax.process_index() == 0:
         note(f"{what} tokens")

@@ -83,10 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(argv)
     forecast = "default" if args.mode == "sparda" else None
-    options = argparse.Namespace(model="default", dtype=None, cache_dir=None, mode=args.mode,
-                                 forecast=forecast, verify_forecast=True)  # fmt: skip
-    model, tokenizer = cli.load_model(options)
-    selector, sparse = cli.load_selector(options, model, tokenizer), SparseConfig()
+    model, tokenizer = cli.load_model("default")
+    selector = cli.load_selector(args.mode, model, tokenizer, forecast)
+    sparse = SparseConfig()
     prompt = tokenizer.encode(prompt_text(tokenizer))[-args.tokens :]
     engine = Engine(model, sparse=sparse, config=EngineConfig(mode=args.mode), **selector)
     ((result,), _) = engine.generate([prompt], SamplingParams(max_new_tokens=args.steps))

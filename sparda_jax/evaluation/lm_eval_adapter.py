@@ -11,7 +11,6 @@ of block diffusion: `lm_eval_blocks`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,20 +86,17 @@ class SpardaLM(HarnessLM):
         if engine is None:
             if mode == "sparda" and forecast is None and pretrained == "default":
                 forecast = "default"
-            args = argparse.Namespace(
-                model=pretrained, dtype=dtype, cache_dir=cache_dir, mode=mode or "dense",
-                forecast=forecast, verify_forecast=True,
-            )  # fmt: skip
-            model, tokenizer = load_model(args)
+            mode = mode or "dense"
+            model, tokenizer = load_model(pretrained, dtype, cache_dir)
             sparse = forecast_policy(forecast) if forecast else None
             config = EngineConfig(
-                mode=args.mode,
-                offload="none" if args.mode == "dense" else offload,  # type: ignore[arg-type]
+                mode=mode,  # type: ignore[arg-type]
+                offload="none" if mode == "dense" else offload,  # type: ignore[arg-type]
                 max_length=max_length,
                 length_step=length_step,
                 prefill_chunk=prefill_chunk,
             )
-            selector = load_selector(args, model, tokenizer)
+            selector = load_selector(mode, model, tokenizer, forecast)
             engine = Engine(model, sparse=sparse or SparseConfig(), config=config, **selector)
         assert tokenizer is not None
         self.engine = engine

@@ -10,7 +10,6 @@ exact value is refused. `results["config"]` says how the bounds were made and ho
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -90,12 +89,9 @@ class BlockLM(HarnessLM):
         if (engine is None) != (tokenizer is None):
             raise ValueError("an engine comes with its tokenizer")
         if engine is None:
-            args = argparse.Namespace(
-                model=pretrained, dtype=dtype, cache_dir=cache_dir, adapter=adapter
-            )
-            model, tokenizer = load_model(args)
+            model, tokenizer = load_model(pretrained, dtype, cache_dir)
             config = BlockEngineConfig(max_length=max_length, prefill_chunk=prefill_chunk)
-            engine = BlockEngine(diffusion_model(args, model), config=config)
+            engine = BlockEngine(diffusion_model(pretrained, model, adapter), config=config)
         assert tokenizer is not None
         super().__init__(
             BlockAnswerer(engine, tokenizer),

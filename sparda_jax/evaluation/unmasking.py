@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    options = argparse.Namespace(model="default", dtype=None, cache_dir=None)
-    model, tokenizer = cli.load_model(options)
+    model, tokenizer = cli.load_model("default")
     model = load_adapter("default", model)
     rule = DenoiseParams.of_family(model.config)
     if args.threshold is not None:

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from sparda_jax.serve.app import Server, ServerConfig
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    model, tokenizer = load_model(args)
+    model, tokenizer = load_model(args.model, args.dtype, args.cache_dir)
     engine, denoise = (_block_engine if args.diffusion else _engine)(args, model, tokenizer)
     limits = SchedulerConfig(
         rows=args.rows,
@@ -125,7 +125,9 @@ def _engine(args: argparse.Namespace, model: Any, tokenizer: Any) -> tuple[Servi
 
     sparse, config = engine_settings(args)
     config = dataclasses.replace(config, top_logprobs=LIKELIEST)
-    selector = load_selector(args, model, tokenizer)
+    selector = load_selector(
+        args.mode, model, tokenizer, args.forecast, verify=args.verify_forecast
+    )
     return Engine(model, sparse=sparse, config=config, **selector), None
 
 
@@ -137,7 +139,7 @@ def _block_engine(
     from sparda_jax.herald.engine import HeraldEngine
 
     args.mode = args.mode or "dense"
-    model = diffusion_model(args, model)
+    model = diffusion_model(args.model, model, args.adapter)
     config = herald.herald_settings(args, model, args.mode)
     return HeraldEngine(model, config=config), denoise_settings(args, model)
 

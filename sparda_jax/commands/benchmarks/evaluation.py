@@ -35,12 +35,13 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
     if arguments.forecast is None and arguments.model == "default":
         arguments.forecast = "default"
-    model, tokenizer = cli.load_model(arguments)
+    forecast, verify = arguments.forecast, arguments.verify_forecast
+    model, tokenizer = cli.load_model(arguments.model, arguments.dtype, arguments.cache_dir)
     (task,) = registry.find([arguments.task])
     for mode in arguments.modes:
         offload = "none" if mode == "dense" else arguments.offload or "host"
         own = argparse.Namespace(**vars(arguments) | {"mode": mode, "offload": offload})
-        selector = cli.load_selector(own, model, tokenizer)
+        selector = cli.load_selector(mode, model, tokenizer, forecast, verify=verify)
         for budget in arguments.budget_blocks if mode != "dense" else [None]:
             own.budget_blocks = budget
             sparse, config = cli.engine_settings(own)
