@@ -7,7 +7,7 @@ autoregressive engine can be put in its place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from sparda_jax.config import SamplingParams
@@ -102,7 +102,7 @@ class EngineAnswerer:
             self.check()
             if rows[row].add(token, ends):
                 generation.cancel(row)
-        _check_finished(generation.results())
+        _check_finished(generation.results(), {})
         report = generation.report.as_dict()
         return [row.answer() for row in rows], {name: report[name] for name in COUNTERS}
 
@@ -115,7 +115,7 @@ class BlockAnswerer:
         engine: in any of its modes.
         tokenizer: of its model.
         denoise: how blocks are denoised; None: as the family's authors publish.
-        check: called after every block; raises to interrupt.
+        check: called after every block, and while prompts run; raises to interrupt.
     """
 
     engine: HeraldEngine | BlockEngine
@@ -137,13 +137,13 @@ class BlockAnswerer:
         """
         ends = tuple(self.tokenizer.eos_token_ids)
         generation = self.engine.prepare(prompts, _with_ends(requests, ends), self.denoise)
-        generation.prefill()
+        generation.prefill(lambda done, total: self.check())
         rows = [_Row(self.tokenizer, stop) for stop in stops]
         for block in generation:
             self.check()
             if any(rows[block.row].add(token, ends) for token in block.tokens):
                 generation.cancel(block.row, "stop")
-        _check_finished(generation.results())
+        _check_finished(generation.results(), generation.errors)
         report = generation.report.as_dict()
         counted = {name: report[name] for name in COUNTERS if name in report}
         # Denoising steps come as blocks by their steps.
@@ -158,10 +158,12 @@ def _with_ends(requests: Sequence[SamplingParams], ends: tuple[int, ...]) -> lis
     ]
 
 
-def _check_finished(results: Sequence[RequestResult]) -> None:
+def _check_finished(results: Sequence[RequestResult], errors: Mapping[int, str]) -> None:
+    """Raises for a failed request; `errors` say of some what it was."""
     for number, result in enumerate(results):
         if result.finish_reason == "failed":
-            raise FloatingPointError(f"prompt {number} of the batch failed: logits are not finite")
+            error = errors.get(number, "logits are not finite")
+            raise FloatingPointError(f"prompt {number} of the batch failed: {error}")
 
 
 class _Row:

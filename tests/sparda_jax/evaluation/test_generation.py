@@ -18,13 +18,14 @@ class Generation:
         names = ("prefill_tokens", "prefill_seconds", "decode_seconds", "hit_blocks",
                  "fetched_runs", "cold_runs", "written_back_runs")  # fmt: skip
         report |= dict.fromkeys(names, 0)
-        self.report = SimpleNamespace(as_dict=lambda: report)
+        self.report, self.errors = SimpleNamespace(as_dict=lambda: report), {}
+        self.decoding = False
 
-    def prefill(self, progress=None):
-        if progress:
-            progress(1, 1)
+    def prefill(self, progress):
+        progress(1, 1)
 
     def __iter__(self):
+        self.decoding = True
         for start in range(0, max(map(len, self.tokens)), self.width):
             for row, tokens in enumerate(self.tokens):
                 part = tokens[start : start + self.width]
@@ -55,7 +56,9 @@ def test_answers(default_tokenizer, width):
         return generation
 
     make = EngineAnswerer if width == 1 else BlockAnswerer
-    answer = make(SimpleNamespace(prepare=prepare), default_tokenizer)
+    checks = []
+    check = lambda: checks.append(generation.decoding)
+    answer = make(SimpleNamespace(prepare=prepare), default_tokenizer, check=check)
     requests = [SamplingParams(stop_token_ids=(5,))] * 3
     found, counters = answer([[1]] * 3, requests, [("o\nth", "zzz"), (), ("b c d", "")])
     assert [(a.text, a.finish) for a in found] == [
@@ -66,6 +69,11 @@ def test_answers(default_tokenizer, width):
     assert generation.cancelled == [0] and found[1].tokens == 2
     assert counters["decode_tokens"] == 7 and counters["steps"] == (5 if width == 1 else 6)
     assert all(set(r.stop_token_ids) == {5, *default_tokenizer.eos_token_ids} for r in asked)
+    assert checks[:2] == [False, True]  # while prompts run, then for whatever comes
     generation.reasons[1] = "failed"
     with pytest.raises(FloatingPointError, match="prompt 1 of the batch failed"):
         answer([[1]] * 3, requests, [()] * 3)
+    if width > 1:
+        generation.errors[1] = "OSError: the worker died"
+        with pytest.raises(FloatingPointError, match="failed: OSError: the worker died"):
+            answer([[1]] * 3, requests, [()] * 3)
