@@ -37,7 +37,7 @@ class PoolLayer:
     scales: Float32[Array, "B K M 2"] | None = None
 
 
-def stored(
+def _stored(
     kv: Float[Array, "*runs 2 P H"], pool: PoolLayer
 ) -> tuple[Num[Array, "*runs 2 P H"], Float32[Array, "*runs 2"] | None]:
     """Blocks as the pool keeps them."""
@@ -48,7 +48,7 @@ def write_runs(
     pool: PoolLayer, blocks: Float[Array, "A 2 P H"], runs: Int[Array, " A"]
 ) -> PoolLayer:
     """The layer with ``blocks[i]`` in run ``runs[i]``, -1 for none; in place where donated."""
-    blocks, new_scales = stored(blocks, pool)
+    blocks, new_scales = _stored(blocks, pool)
     count = math.prod(pool.values.shape[:3])
     flat = pool.values.reshape(count, *pool.values.shape[3:])
     values = block_fetch.write_blocks(flat, blocks, runs).reshape(pool.values.shape)

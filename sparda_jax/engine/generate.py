@@ -142,17 +142,20 @@ class Engine(Serving):
         )
 
     @property
+    def host_dtype(self) -> str | None:
+        """Of quantised KV in a host pool; None: the model's."""
+        stored = self.config.host_kv_dtype
+        return None if stored == "model" else stored
+
+    @property
     def run_bytes(self) -> int:
         """Bytes of one (block, KV head) as it crosses between host and device."""
-        exact = self.config.host_kv_dtype == "model"
-        size = self.model.dtype.itemsize if exact else 1
+        size = self.model.dtype.itemsize if self.host_dtype is None else 1
         return 2 * self.sparse.geometry.block_size * self.model.config.head_dim * size
 
     def host_pool(self, plan: BatchPlan) -> HostPool:
         """An empty pool for the layers whose KV is offloaded."""
-        stored = self.config.host_kv_dtype
-        dtype = None if stored == "model" else stored
-        options: dict[str, Any] = {"resident": plan.resident_layers, "dtype": dtype}
+        options: dict[str, Any] = {"resident": plan.resident_layers, "dtype": self.host_dtype}
         if self.mesh is not None:
             return spmd.SplitHostPool(len(self.layers), self.mesh, **options)
         return HostPool(len(self.layers), self.device, **options)

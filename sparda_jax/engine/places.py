@@ -11,7 +11,6 @@ import numpy as np
 
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine.batch import Gain
-from sparda_jax.engine.service import SchedulerConfig
 
 # A counter, and what it counts.
 Total = tuple[float, str]
@@ -107,12 +106,4 @@ class Places(Protocol):
 
     def close(self) -> None:
         """Nothing runs here any more."""
-        ...
-
-
-class Serves(Protocol):
-    """An engine that has places for requests that come and go."""
-
-    def places(self, config: SchedulerConfig) -> Places:
-        """Allocates them."""
         ...

@@ -53,10 +53,6 @@ class PrefixIndex:
         self._rows: dict[bytes, set[int]] = {}  # which rows hold the prefix of this hash
         self._held: dict[int, list[bytes]] = {}  # the prefixes that a row holds, shortest first
 
-    def __len__(self) -> int:
-        """Blocks held by all rows."""
-        return sum(map(len, self._held.values()))
-
     def blocks(self, row: int) -> int:
         """Blocks held by one row."""
         return len(self._held.get(row, ()))

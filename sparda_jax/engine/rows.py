@@ -126,8 +126,7 @@ class Rows(Batch):
     def _empty_pool(self, plan: BatchPlan) -> PagedPool | None:
         if self.pages is None:
             return None
-        engine = self._engine
-        model, stored = engine.model.config, engine.config.host_kv_dtype
+        engine, model = self._engine, self._engine.model.config
         return PagedPool(
             len(engine.layers),
             engine.device,
@@ -135,7 +134,7 @@ class Rows(Batch):
             block=(model.num_kv_heads, engine.sparse.geometry.block_size, model.head_dim),
             compute_dtype=engine.model.dtype,
             resident=plan.resident_layers,
-            dtype=None if stored == "model" else stored,
+            dtype=engine.host_dtype,
         )
 
     def store_tails(self, targets: np.ndarray) -> None:

@@ -13,17 +13,21 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 
 from sparda_jax.config import SamplingParams
 from sparda_jax.engine.batch import Gain
-from sparda_jax.engine.places import Places, Serves
+from sparda_jax.engine.places import Places
 from sparda_jax.engine.report import FinishReason
 from sparda_jax.engine.requests import Handle, OnEnd, OnPiece, StopStrings
 from sparda_jax.engine.service import Counters, QueueFullError, SchedulerConfig
 from sparda_jax.tokenization import Tokenizer
 from sparda_jax.validation import require
+
+if TYPE_CHECKING:
+    from sparda_jax.engine.serving import Serving
 
 logger = logging.getLogger("sparda_jax")
 
@@ -64,7 +68,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engine: Serves,
+        engine: Serving,
         config: SchedulerConfig | None = None,
         tokenizer: Tokenizer | None = None,
     ):

@@ -52,8 +52,8 @@ def random_state(engine: Engine, plan: BatchPlan, workload: Workload) -> DecodeS
         blocks = random_blocks(engine, plan, held, seed=seed)
         empty = jnp.full(blocks.shape[:3], -1, jnp.int32) if offloaded else None
         partial = None
-        if engine.config.mode == "infinigen" and seed:
-            few = (batch, heads, plan.num_blocks * geometry.block_size, config.head_dim // 4)
+        if engine.partial_channels and seed:
+            few = (batch, heads, plan.num_blocks * geometry.block_size, engine.partial_channels)
             partial = draw(jax.random.key(3000 + seed), few, dtype)
         bias = None
         if config.kv_importance:

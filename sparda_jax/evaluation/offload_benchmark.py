@@ -290,12 +290,12 @@ class Run:
 
     def _host_pool(self, layers: int, whole: bool) -> tuple[PoolLayer | None, ...]:
         """Drawn once for all layers; `whole`: in memory of each layer's own."""
-        engine, plan, stored = self._engine, self.plan, self._engine.config.host_kv_dtype
+        engine, plan = self._engine, self.plan
         offloaded = layers - plan.resident_layers
         pinned = offloaded if whole else 1
         needed = plan.host_kv_bytes // offloaded * pinned
         memory.check_host_budget(f"the KV of {pinned} layers", needed, None, engine.device)
-        pool = HostPool(pinned, engine.device, dtype=None if stored == "model" else stored)
+        pool = HostPool(pinned, engine.device, dtype=engine.host_dtype)
         blocks, start = random_blocks(engine, plan, plan.num_blocks, seed=1), time.perf_counter()
         for index in range(pinned):
             pool.store_layer(index, blocks)
