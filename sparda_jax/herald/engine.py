@@ -41,7 +41,6 @@ class HeraldEngine(Serving):
         model: parameters.
         config: how batches are run.
         device: where the model runs.
-        errors: of the last `generate`: by request, what went wrong.
 
     Raises:
         ValueError: a model without block diffusion, or settings that do not fit it.
@@ -67,7 +66,6 @@ class HeraldEngine(Serving):
                 made = Programs(self.parameters, (layer,))
                 self._programs.append((layer.structure, made))
         self.rope = self._rope()
-        self.errors: dict[int, str] = {}
 
     def _rope(self) -> Any:
         model = self.model.config
@@ -78,7 +76,7 @@ class HeraldEngine(Serving):
         """An engine with other settings that shares this one's compiled programs."""
         config.check(self.model.config)
         other = copy.copy(self)
-        other.config, other.errors, other._scheduler = config, {}, None
+        other.config, other._scheduler = config, None
         if config.max_length != self.config.max_length:
             other.rope = other._rope()
         return other
@@ -200,5 +198,4 @@ class HeraldEngine(Serving):
         for block in generation:
             if on_block is not None:
                 on_block(block)
-        self.errors = generation.errors
         return generation.results(), generation.report

@@ -319,9 +319,10 @@ def test_late_selection_is_given_up_in_the_open(base, prompts, monkeypatch):
     monkeypatch.setattr(CpuSelector, "select", lambda *_: time.sleep(1.5))
     engine = base.with_config(settings(patience=0.5, rule=base.config.rule))
     begun = time.monotonic()
-    results, _ = engine.generate(prompts, SAMPLING, RULE)
-    assert [result.finish_reason for result in results] == ["failed"] * 3
-    assert "took over 0.5 s" in engine.errors[0]
+    generation = engine.prepare(prompts, SAMPLING, RULE)
+    assert not any(block.tokens for block in generation)
+    assert [result.finish_reason for result in generation.results()] == ["failed"] * 3
+    assert "took over 0.5 s" in generation.errors[0]
     assert time.monotonic() - begun < 300
 
 
