@@ -124,10 +124,6 @@ class RowStore:
         """One request's keys `[K, S, H]`, the store itself."""
         return self._keys[layer][row]
 
-    def value_view(self, layer: int, row: int) -> np.ndarray:
-        """One request's values, likewise."""
-        return self._values[layer][row]
-
     def write(
         self,
         layer: int,
