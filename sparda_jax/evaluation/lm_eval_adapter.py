@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparda_jax.evaluation.lm_eval_base import HarnessLM, check_harness  # first: names the extra
+from sparda_jax.evaluation.lm_eval_base import HarnessLM  # first: names the extra
 
 # isort: split
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from sparda_jax.cli import load_model, load_selector
+from sparda_jax.cli import load_selector
 from sparda_jax.config import EngineConfig, SparseConfig
 from sparda_jax.engine.generate import Engine
 from sparda_jax.evaluation.generation import EngineAnswerer
@@ -34,7 +34,6 @@ class SpardaLM(HarnessLM):
     """An autoregressive model with exact log-likelihoods.
 
     Attributes:
-        engine: what runs.
         max_length: tokens that a log-likelihood is conditioned on at most.
     """
 
@@ -42,75 +41,44 @@ class SpardaLM(HarnessLM):
         self,
         pretrained: str = "default",
         *,
-        batch_size: int | str = 8,
-        max_batch_size: int | None = None,
-        device: str | None = None,
-        engine: Engine | None = None,
-        tokenizer: Tokenizer | None = None,
         mode: str | None = None,
         offload: str = "none",
         forecast: str | None = None,
-        dtype: str | None = None,
-        cache_dir: str | None = None,
-        max_length: int | None = None,
         length_step: int = 256,
-        prefill_chunk: int = 512,
-        allow_truncation: bool = False,
+        **shared: Any,
     ):
         """Loads a model, or takes an engine that is there.
 
         Args:
             pretrained: "default", a directory, a GGUF file or a hub id.
-            batch_size: requests that run together.
-            max_batch_size: of the harness; not used, since no size is tried out.
-            device: of the harness; only the one that jax uses.
-            engine: in place of a model to load, with its `tokenizer`.
-            tokenizer: see `engine`.
             mode: attention mode; None: dense.
             offload: "none" or "host".
             forecast: weights for mode "sparda"; None: those that ship with the default model.
-            dtype: of the weights; None: what suits the device.
-            cache_dir: where the default model is kept.
-            max_length: tokens of a sequence; None: the model's.
             length_step: lengths are rounded up to multiples, so that few programs are compiled.
-            prefill_chunk: tokens of a prefill call.
-            allow_truncation: see the class.
+            shared: what every model of the harness has, see `HarnessLM`.
 
         Raises:
             NotImplementedError: a batch size to be found out, another device.
             ValueError: settings that contradict each other.
         """
-        check_harness(batch_size, device)
-        if (engine is None) != (tokenizer is None):
-            raise ValueError("an engine comes with its tokenizer")
-        if engine is None:
-            if mode == "sparda" and forecast is None and pretrained == "default":
-                forecast = "default"
-            mode = mode or "dense"
-            model, tokenizer = load_model(pretrained, dtype, cache_dir)
+        mode = mode or "dense"
+        if mode == "sparda" and forecast is None and pretrained == "default":
+            forecast = "default"
+
+        def start(model: Any, tokenizer: Tokenizer, lengths: dict[str, Any]) -> Engine:
             sparse = forecast_policy(forecast) if forecast else None
             config = EngineConfig(
                 mode=mode,  # type: ignore[arg-type]
                 offload="none" if mode == "dense" else offload,  # type: ignore[arg-type]
-                max_length=max_length,
                 length_step=length_step,
-                prefill_chunk=prefill_chunk,
+                **lengths,
             )
             selector = load_selector(mode, model, tokenizer, forecast)
-            engine = Engine(model, sparse=sparse or SparseConfig(), config=config, **selector)
-        assert tokenizer is not None
-        self.engine = engine
-        limit = engine.config.max_length or engine.model.config.max_position_embeddings
-        super().__init__(
-            EngineAnswerer(engine, tokenizer),
-            tokenizer,
-            limit,
-            batch_size=batch_size,
-            device=device,
-            allow_truncation=allow_truncation,
-        )
+            return Engine(model, sparse=sparse or SparseConfig(), config=config, **selector)
+
+        super().__init__(start, EngineAnswerer, pretrained=pretrained, **shared)
         # The last token of a sequence is only predicted.
-        self.max_length = limit - 1
+        self.max_length = self.limit - 1
 
     def _loglikelihood_tokens(
         self,

@@ -1,8 +1,8 @@
-"""What models of every kind share with lm-evaluation-harness: text, batches, generation."""
+"""What models of every kind share with lm-evaluation-harness: set-up, text, generation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 try:
@@ -13,6 +13,7 @@ except ImportError as error:
         "the adapter needs lm-evaluation-harness: install the extra 'eval'"
     ) from error
 
+from sparda_jax.cli import load_model
 from sparda_jax.config import SamplingParams
 from sparda_jax.evaluation.generation import Answerer
 from sparda_jax.tokenization import Tokenizer
@@ -20,10 +21,15 @@ from sparda_jax.tokenization import Tokenizer
 _SAMPLING = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
+# Makes an engine of a model, its tokenizer and lengths of the engine's config.
+Start = Callable[[Any, Tokenizer, dict[str, Any]], Any]
+
+
 class HarnessLM(TemplateLM):  # type: ignore[misc]
     """A model that answers prompts; subclasses say what log-likelihoods it has.
 
     Attributes:
+        engine: what runs.
         answer: generates for batches.
         tokenizer: of its model; also what the harness asks for chat templates.
         batch_size: requests that run together.
@@ -33,22 +39,55 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        answer: Answerer,
-        tokenizer: Tokenizer,
-        limit: int,
+        start: Start,
+        answerer: Callable[[Any, Tokenizer], Answerer],
         *,
-        batch_size: int | str,
-        device: str | None,
-        allow_truncation: bool,
+        pretrained: str = "default",
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        engine: Any = None,
+        tokenizer: Tokenizer | None = None,
+        dtype: str | None = None,
+        cache_dir: str | None = None,
+        max_length: int | None = None,
+        prefill_chunk: int = 512,
+        allow_truncation: bool = False,
     ):
-        """Sets up what is there.
+        """Loads a model, or takes an engine that is there.
+
+        Args:
+            start: see there; of the subclass, as `answerer`.
+            answerer: generates, given an engine and its tokenizer.
+            pretrained: "default", a directory, a GGUF file or a hub id.
+            batch_size: requests that run together.
+            max_batch_size: of the harness; not used, since no size is tried out.
+            device: of the harness; only the one that jax uses.
+            engine: in place of a model to load, with its `tokenizer`.
+            tokenizer: see `engine`.
+            dtype: of the weights; None: what suits the device.
+            cache_dir: where the default model is kept.
+            max_length: tokens of a sequence; None: the model's.
+            prefill_chunk: tokens of a prefill call.
+            allow_truncation: see the class.
 
         Raises:
             NotImplementedError: a batch size to be found out, another device.
+            ValueError: settings that contradict each other.
         """
         super().__init__()
-        check_harness(batch_size, device)
-        self.answer, self.tokenizer, self.limit = answer, tokenizer, limit
+        # First: a mistake should not wait for the weights.
+        _check_harness(batch_size, device)
+        if (engine is None) != (tokenizer is None):
+            raise ValueError("an engine comes with its tokenizer")
+        if engine is None:
+            lengths = {"max_length": max_length, "prefill_chunk": prefill_chunk}
+            model, tokenizer = load_model(pretrained, dtype, cache_dir)
+            engine = start(model, tokenizer, lengths)
+        assert tokenizer is not None
+        self.engine, self.tokenizer = engine, tokenizer
+        self.answer = answerer(engine, tokenizer)
+        self.limit = engine.config.max_length or engine.model.config.max_position_embeddings
         self.batch_size, self.allow_truncation = int(batch_size), allow_truncation
 
     @property
@@ -147,12 +186,8 @@ class HarnessLM(TemplateLM):  # type: ignore[misc]
         return prompt, sampling, kwargs["until"]
 
 
-def check_harness(batch_size: int | str, device: str | None) -> None:
-    """Refuses what the harness may ask for and nobody here does.
-
-    Raises:
-        NotImplementedError: a batch size to be found out, another device.
-    """
+def _check_harness(batch_size: int | str, device: str | None) -> None:
+    """Refuses what the harness may ask for and nobody here does."""
     if not str(batch_size).isdigit() or int(batch_size) < 1:
         raise NotImplementedError(f"batch_size {batch_size!r}: only a number of requests")
     if device not in (None, "", "cpu", "gpu", "cuda", "cuda:0", "auto"):

@@ -19,7 +19,7 @@ from sparda_jax.evaluation.lm_eval_base import HarnessLM  # first: names the ext
 # isort: split
 from lm_eval.api.registry import register_model
 
-from sparda_jax.cli import diffusion_model, load_model
+from sparda_jax.cli import diffusion_model
 from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.diffusion.plan import BlockEngineConfig
 from sparda_jax.evaluation.generation import BlockAnswerer
@@ -47,61 +47,34 @@ class BlockLM(HarnessLM):
         self,
         pretrained: str = "default",
         *,
-        batch_size: int | str = 8,
-        max_batch_size: int | None = None,
-        device: str | None = None,
-        engine: BlockEngine | None = None,
-        tokenizer: Tokenizer | None = None,
         adapter: str | None = None,
-        dtype: str | None = None,
-        cache_dir: str | None = None,
-        max_length: int | None = None,
-        prefill_chunk: int = 512,
         draws: int = 128,
         most_draws: int = 512,
         seed: int = 0,
-        allow_truncation: bool = False,
+        **shared: Any,
     ):
         """Loads a model, or takes an engine that is there.
 
         Args:
             pretrained: "default", a directory, a GGUF file or a hub id.
-            batch_size: requests that run together.
-            max_batch_size: of the harness; not used, since no size is tried out.
-            device: of the harness; only the one that jax uses.
-            engine: in place of a model to load, with its `tokenizer`.
-            tokenizer: see `engine`.
             adapter: that makes a causal model one of block diffusion; None: that which ships with
                 the default model.
-            dtype: of the weights; None: what suits the device.
-            cache_dir: where the default model is kept.
-            max_length: tokens of a sequence; None: the model's.
-            prefill_chunk: tokens of a prefill call.
             draws: masks of a block, see `BoundScorer`.
             most_draws: see the class.
             seed: of the masks.
-            allow_truncation: cut prompts that are too long at their start.
+            shared: what every model of the harness has, see `HarnessLM`.
 
         Raises:
             NotImplementedError: a batch size to be found out, another device.
             ValueError: settings that contradict each other.
         """
-        if (engine is None) != (tokenizer is None):
-            raise ValueError("an engine comes with its tokenizer")
-        if engine is None:
-            model, tokenizer = load_model(pretrained, dtype, cache_dir)
-            config = BlockEngineConfig(max_length=max_length, prefill_chunk=prefill_chunk)
-            engine = BlockEngine(diffusion_model(pretrained, model, adapter), config=config)
-        assert tokenizer is not None
-        super().__init__(
-            BlockAnswerer(engine, tokenizer),
-            tokenizer,
-            engine.config.max_length or engine.model.config.max_position_embeddings,
-            batch_size=batch_size,
-            device=device,
-            allow_truncation=allow_truncation,
-        )
-        self.scorer = BoundScorer(engine, draws=draws, seed=seed)
+
+        def start(model: Any, _: Tokenizer, lengths: dict[str, Any]) -> BlockEngine:
+            model = diffusion_model(pretrained, model, adapter)
+            return BlockEngine(model, config=BlockEngineConfig(**lengths))
+
+        super().__init__(start, BlockAnswerer, pretrained=pretrained, **shared)
+        self.scorer = BoundScorer(self.engine, draws=draws, seed=seed)
         self.most_draws = most_draws
         self.bounds: list[Bound] = []
         self.compared = self.undecided = self.denoising_steps = 0

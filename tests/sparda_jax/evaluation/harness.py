@@ -29,15 +29,29 @@ def requests(kind, *args, document=None):
     ]
 
 
-def local_task(rows, folder, monkeypatch):
-    """What tasks over a file of rows have in common; the hub is out of reach."""
+def local_tasks(rows, folder, monkeypatch):
+    """Over a file of rows: what all tasks have in common, choices, answers; the hub is away."""
     monkeypatch.setenv("HF_HOME", str(folder / "hub"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "cache")}
-    return {
+    shared = {
         "dataset_path": "json",
         "dataset_kwargs": files,
         "test_split": "test",
         "doc_to_text": "{{q}}",
     }
+    choose = {
+        "task": "choose",
+        "output_type": "multiple_choice",
+        "doc_to_target": "gold",
+        "doc_to_choice": "choices",
+    }
+    say = {
+        "task": "say",
+        "output_type": "generate_until",
+        "doc_to_target": "x",
+        "generation_kwargs": {"max_gen_toks": 12},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    return shared, shared | choose, shared | say

@@ -15,7 +15,7 @@ from tests.sparda_jax.evaluation.harness import (  # noqa: E402
     END,
     TEMPLATE,
     letters,
-    local_task,
+    local_tasks,
     requests,
 )
 
@@ -130,19 +130,12 @@ def test_local_tasks_from_end_to_end(make, tmp_path, monkeypatch):
 
     rows = [{"q": "the cat", "choices": ["sat", "ran"], "gold": 0},
             {"q": "a dog", "choices": ["sat", "ran"], "gold": 1}]  # fmt: skip
-    shared = local_task(rows, tmp_path, monkeypatch)
-    tasks = [
-        shared | {"task": "choose", "output_type": "multiple_choice", "doc_to_target": "gold",
-                  "doc_to_choice": "choices"},
-        shared | {"task": "say", "output_type": "generate_until", "doc_to_target": "x",
-                  "generation_kwargs": {"max_gen_toks": 12},
-                  "metric_list": [{"metric": "exact_match"}]},
-        shared | {"task": "read", "output_type": "loglikelihood_rolling", "doc_to_text": "",
-                  "doc_to_target": "{{q}}", "metric_list": [{"metric": "bits_per_byte"}]},
-    ]  # fmt: skip
+    shared, choose, say = local_tasks(rows, tmp_path, monkeypatch)
+    read = {"task": "read", "output_type": "loglikelihood_rolling", "doc_to_text": "",
+            "doc_to_target": "{{q}}", "metric_list": [{"metric": "bits_per_byte"}]}  # fmt: skip
     model = make()
     found = lm_eval.simple_evaluate(
-        model=model, tasks=tasks, bootstrap_iters=0, log_samples=True,
+        model=model, tasks=[choose, say, shared | read], bootstrap_iters=0, log_samples=True,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )  # fmt: skip
     assert found["results"]["choose"]["acc,none"] in (0, 0.5, 1)

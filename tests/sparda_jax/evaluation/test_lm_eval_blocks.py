@@ -7,7 +7,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra 'eval' is not install
 from sparda_jax.diffusion.generate import BlockEngine  # noqa: E402
 from sparda_jax.diffusion.plan import BlockEngineConfig  # noqa: E402
 from sparda_jax.evaluation.lm_eval_blocks import BlockLM  # noqa: E402
-from tests.sparda_jax.evaluation.harness import letters, local_task, requests  # noqa: E402
+from tests.sparda_jax.evaluation.harness import letters, local_tasks, requests  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +25,8 @@ def model(block_model):
 def test_choices_and_answers(model, tmp_path, monkeypatch):
     rows = [{"q": "the cat", "choices": ["sat", "ran off"], "gold": 0},
             {"q": "a dog", "choices": ["sat", "ran off"], "gold": 1}]  # fmt: skip
-    task = local_task(rows, tmp_path, monkeypatch)
-    found = lm_eval.simple_evaluate(
-        model=model,
-        tasks=[
-            task | {"task": "choose", "output_type": "multiple_choice", "doc_to_target": "gold",
-                    "doc_to_choice": "choices"},
-            task | {"task": "say", "output_type": "generate_until", "doc_to_target": "x",
-                    "generation_kwargs": {"max_gen_toks": 12},
-                    "metric_list": [{"metric": "exact_match"}]},
-        ],
-        bootstrap_iters=0, log_samples=True,
-    )  # fmt: skip
+    _, *tasks = local_tasks(rows, tmp_path, monkeypatch)
+    found = lm_eval.simple_evaluate(model=model, tasks=tasks, bootstrap_iters=0, log_samples=True)
     pairs = [(row["q"], " " + choice) for row in rows for choice in row["choices"]]
     ids = [model._pair(*pair) for pair in pairs]
     few, more = ([b.value for b in model.scorer(ids, draws=draws)] for draws in (16, 32))
