@@ -6,8 +6,6 @@ sec. 2.1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,22 +51,6 @@ def training_mask(length: int, block_size: int, *, causal_clean: bool = False) -
     query, key = block[:, None], block[None]
     clean = place[:, None] >= place if causal_clean else query >= key
     return np.block([[query == key, query > key], [np.zeros_like(clean), clean]])
-
-
-def packed_training_mask(lengths: Sequence[int], block_size: int) -> np.ndarray:
-    """Of `[noisy_1; clean_1; noisy_2; clean_2; ...]`: samples do not see each other.
-
-    Args:
-        lengths: tokens of each sample; blocks begin anew in each.
-        block_size: W.
-    """
-    mask = np.zeros((2 * sum(lengths),) * 2, bool)
-    start = 0
-    for length in lengths:
-        end = start + 2 * length
-        mask[start:end, start:end] = training_mask(length, block_size)
-        start = end
-    return mask
 
 
 def block_causal_mask(length: int, block_size: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.diffusion.decode import forward
 from sparda_jax.diffusion.generate import BlockEngine
+from sparda_jax.diffusion.masks import training_mask
 from sparda_jax.diffusion.plan import BlockEngineConfig
 from sparda_jax.models.decoder import Decoder
 
@@ -35,6 +36,12 @@ def with_diffusion(model: Decoder, **facts: Any) -> Decoder:
 def load_case_model(folder: Path, block_size: int, dtype: Any = "float32") -> Decoder:
     model = load_safetensors(folder, dtype=dtype)
     return with_diffusion(model, mask_token_id=250, block_size=block_size)
+
+
+def packed_training_mask(lengths: Sequence[int], block_size: int) -> np.ndarray:
+    """Of `[noisy_1; clean_1; noisy_2; clean_2; ...]`; positions begin anew in each sample."""
+    masks = [training_mask(length, block_size) for length in lengths]
+    return np.asarray(jax.scipy.linalg.block_diag(*masks), bool)
 
 
 def trajectories(folder: Path) -> dict[str, dict[str, Any]]:

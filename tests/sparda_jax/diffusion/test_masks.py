@@ -6,12 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparda_jax.diffusion.masks import (
-    block_causal_mask,
-    last_visible,
-    packed_training_mask,
-    training_mask,
-)
+from sparda_jax.diffusion.masks import block_causal_mask, last_visible, training_mask
+
+from .conftest import packed_training_mask
 
 CASES = Path(__file__).parents[2] / "data" / "block_diffusion" / "training_mask"
 

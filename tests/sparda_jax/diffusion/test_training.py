@@ -27,13 +27,13 @@ from sparda_jax.diffusion.loss import (
     noisy_hidden,
     scored_rows,
 )
-from sparda_jax.diffusion.masks import packed_training_mask, training_mask
+from sparda_jax.diffusion.masks import training_mask
 from sparda_jax.diffusion.noise import NoiseConfig, draw_noise, noisy_copies, rates
 from sparda_jax.diffusion.training import BlockTrainConfig, BlockTrainer
 from sparda_jax.forecast.data import pack
 from sparda_jax.models import Decoder
 
-from .conftest import load_case_model
+from .conftest import load_case_model, packed_training_mask
 
 ROOT = Path(__file__).parents[2] / "data" / "block_diffusion"
 CASES = ROOT / "training_mask"
