@@ -1,9 +1,10 @@
 """Pool attention for more than 64 query rows per KV head: bound by the tensor cores.
 
 A thread block takes ``CONSUMERS`` x 64 query rows of one (request, KV head) and walks over all
-slots and the tail.  One warpgroup fills a ring of tiles, the others read every tile and keep
-their rows' running softmax, so that the softmax of one can run beside the products of the other.
-Of a quantised tile one consumer widens the keys and the other the values, for both.
+slots and the tail, or where ``mosaic.py`` splits the heads over a part of them.  One warpgroup
+fills a ring of tiles, the others read every tile and keep their rows' running softmax, so that the
+softmax of one can run beside the products of the other.  Of a quantised tile one consumer widens
+the keys and the other the values, for both.
 
 Ran on an H200 (jax 0.11.2).
 """
@@ -39,34 +40,19 @@ def build(
     Returns:
         Function (q [B,K,rows,H], slots, slot_ids, tail [B,K,2,E,H], tail_columns [B,KB,E], then
         tail_rows [B,1,rows,E], slot_bias [B,K,steps*TOK] and slot_scales [B,K,2,R], of the named
-        slots, where the shape has them) to
+        slots, where the shape has them; of split heads, slots and tail are those of the whole) to
         (out [B,K,rows,H], lse [B,K,rows]).
     """
 
-    def pool_attention_block(q, slots, slot_ids, tail, tail_columns, *refs):
-        rest = list(refs)
-        tail_rows = rest.pop(0) if shape.row_mask else None
-        slot_bias = rest.pop(0) if shape.slot_bias else None
-        slot_scales = rest.pop(0) if shape.quantised else None
+    def pool_attention_block(q, *refs):
+        batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+        wg = lax.axis_index("wg")
+        operands, rest = tiles.select(shape, batch, head, refs)
         out, lse, q_tiles, keys, values, columns, row_lse, q_landed, *barriers = rest
         landed, tail_landed, consumed, turn, *barriers = barriers
         wide: Any = barriers.pop(0) if shape.quantised else None
         tail_free: Any = barriers.pop(0) if shape.quantised else None
         staging = barriers
-        batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
-        wg = lax.axis_index("wg")
-        operands = tiles.select(
-            shape,
-            batch,
-            head,
-            slots,
-            slot_ids,
-            tail,
-            tail_columns,
-            tail_rows,
-            slot_bias,
-            slot_scales,
-        )
         ring = tiles.Ring(keys, values, columns, landed, tail_landed)
         # The tail is not quantised: it takes the place of the widened tiles.
         tail_ring = (

@@ -52,12 +52,11 @@ def build(
     """
     units = splits * warpgroups
 
-    def pool_attention_rows(q, slots, slot_ids, tail, tail_columns, *refs):
+    def pool_attention_rows(q, *refs):
         wg = lax.axis_index("wg")
-        rest = list(refs)
-        tail_rows = rest.pop(0) if shape.row_mask else None
-        slot_bias = rest.pop(0) if shape.slot_bias else None
-        slot_scales = rest.pop(0) if shape.quantised else None
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
+        operands, rest = tiles.select(shape, batch, head, refs)
         out, lse, *rest = rest
         partial: Any = rest.pop(0) if splits > 1 else None
         statistics: Any = rest.pop(0) if splits > 1 else None
@@ -72,20 +71,6 @@ def build(
         wide_keys: Any = barriers.pop(0).at[wg] if shape.quantised else None
         wide_values: Any = barriers.pop(0).at[wg] if shape.quantised else None
         stage_to = barriers.pop(0).at[wg] if barriers else None
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        split = lax.axis_index("split") if splits > 1 else jnp.int32(0)
-        operands = tiles.select(
-            shape,
-            batch,
-            head,
-            slots,
-            slot_ids,
-            tail,
-            tail_columns,
-            tail_rows,
-            slot_bias,
-            slot_scales,
-        )
         first = wg * stages
         ring = tiles.Ring(
             keys.at[wg],

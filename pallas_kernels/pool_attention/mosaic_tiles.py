@@ -6,6 +6,7 @@ A tile is TOK = max(64, P) tokens: the slots of one step, or a stretch of the ta
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,35 +106,37 @@ class Operands:
 
 
 def select(
-    shape: Shape,
-    batch: jax.Array,
-    head: jax.Array,
-    slots: Any,
-    slot_ids: Any,
-    tail: Any,
-    tail_columns: Any,
-    tail_rows: Any,
-    slot_bias: Any,
-    slot_scales: Any,
-) -> Operands:
+    shape: Shape, batch: jax.Array, head: jax.Array, refs: Sequence[Any]
+) -> tuple[Operands, list[Any]]:
     """The operands of one (request, KV head); one with fewer heads is shared by consecutive ones.
 
     Masks are shared by all heads, slots and tail by the parts that a head is split in.
+
+    Args:
+        shape: says which operands there are.
+        batch: request.
+        head: KV head.
+        refs: of a kernel, from the slots on.
+
+    Returns:
+        The operands, and the other references.
     """
 
     def of_head(ref: Any) -> Any:
         sharing = shape.heads // ref.shape[1]
         return ref.at[batch, head if sharing == 1 else lax.div(head, sharing)]
 
-    return Operands(
+    slots, slot_ids, tail, tail_columns, *rest = refs
+    operands = Operands(
         slots=of_head(slots),
         slot_ids=of_head(slot_ids),
         tail=of_head(tail),
         tail_columns=of_head(tail_columns),
-        tail_rows=None if tail_rows is None else of_head(tail_rows),
-        slot_bias=None if slot_bias is None else slot_bias.at[batch, head],
-        slot_scales=None if slot_scales is None else slot_scales.at[batch, head],
+        tail_rows=of_head(rest.pop(0)) if shape.row_mask else None,
+        slot_bias=rest.pop(0).at[batch, head] if shape.slot_bias else None,
+        slot_scales=rest.pop(0).at[batch, head] if shape.quantised else None,
     )
+    return operands, rest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ MAX_STAGES = 4
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """Launch of the kernel for few query rows.
+    """Launch of the kernel for few query rows; of that for many, splits and stages.
 
     Attributes:
-        splits: thread blocks per (request, KV head).
+        splits: thread blocks per (request, KV head); for many rows, parts that a KV head is cut in.
         stages: tiles in flight per warpgroup, at most.
         warpgroups: of a thread block.
     """
