@@ -11,6 +11,7 @@ from sparda_jax.commands.benchmarks import (
     forecast,
     herald,
     kernels,
+    pictures,
 )
 
 # For machines where the code lies without its repository.
@@ -24,7 +25,7 @@ def main() -> None:
     results.add_argument("--json", type=pathlib.Path, help="write a results file")
     results.add_argument("--merge", action="store_true", help="keep the file's other rows")
     commands = parser.add_subparsers(required=True)
-    for topic in (kernels, engine, forecast, diffusion, herald, evaluation):
+    for topic in (kernels, engine, forecast, diffusion, herald, evaluation, pictures):
         topic.add(commands, results)
     arguments = parser.parse_args()
     arguments.run(arguments)

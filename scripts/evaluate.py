@@ -326,8 +326,9 @@ def run(args: argparse.Namespace) -> int:
         list_tasks()
         return 0
     from sparda_jax.engine.interrupt import DeferredInterrupt
+    from sparda_jax.evaluation.files import write_text
     from sparda_jax.evaluation.kernel_benchmarks.harness import results_document
-    from sparda_jax.evaluation.run import Run, write_whole
+    from sparda_jax.evaluation.run import Run
 
     with DeferredInterrupt() as interrupt:
         session = Session(args, interrupt.check)
@@ -349,7 +350,7 @@ def run(args: argparse.Namespace) -> int:
         command = shlex.join(["python", *sys.argv])
         document = results_document(command, rows, NOTES, commit=COMMIT)
         document["settings"] = settings | {"seeds": args.seeds, "modes": modes}
-        write_whole(args.json, json.dumps(document, indent=1, default=str) + "\n")
+        write_text(args.json, json.dumps(document, indent=1, default=str) + "\n")
     return 0
 
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from sparda_jax.engine.generate import Engine
 from sparda_jax.evaluation import statistics
+from sparda_jax.evaluation.files import append_line, whole_lines
 from sparda_jax.evaluation.likelihood import score_sequences
-from sparda_jax.evaluation.run import Report, append_line, whole_lines
+from sparda_jax.evaluation.run import Report
 from sparda_jax.evaluation.statistics import Estimate
 from sparda_jax.evaluation.tables import ScoreRow, label, make_row
 from sparda_jax.tokenization import Tokenizer

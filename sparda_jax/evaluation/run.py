@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparda_jax.config import SamplingParams
+from sparda_jax.evaluation.files import append_line, whole_lines, write_text
 from sparda_jax.evaluation.generation import Answer, Answerer
 from sparda_jax.evaluation.tasks.base import Example, Sources, Task, cut_middle, encode
 from sparda_jax.tokenization import Tokenizer
@@ -161,7 +161,7 @@ class Run:
                     + "; ".join(f"{k} was {before.get(k)!r}, is {now.get(k)!r}" for k in keys)
                 )
         else:
-            write_whole(path, text)
+            write_text(path, text)
 
     def examples(self, cell: Cell, sources: Sources) -> list[Example]:
         """A cell's examples, made or read once and kept.
@@ -175,7 +175,7 @@ class Run:
             return [Example.from_json(json.loads(line)) for line in path.read_text().splitlines()]
         sources = dataclasses.replace(sources, length=cell.length or self.limit, seed=cell.seed)
         found = self._fitted(cell, cell.task.examples(sources))
-        write_whole(path, "".join(json.dumps(example.as_json()) + "\n" for example in found))
+        write_text(path, "".join(json.dumps(example.as_json()) + "\n" for example in found))
         return found
 
     def _fitted(self, cell: Cell, examples: list[Example]) -> list[Example]:
@@ -215,7 +215,7 @@ class Run:
         """
         path = self._path(cell, mode)
         done = {record["batch"] for record in whole_lines(path)}
-        work = self._batches(cell, examples)
+        work = self.batches(cell, examples)
         path.parent.mkdir(parents=True, exist_ok=True)
         for number, (rows, prompts, requests, stops) in enumerate(work):
             if number in done:
@@ -242,7 +242,7 @@ class Run:
     def _path(self, cell: Cell, mode: str) -> Path:
         return self.folder / "predictions" / mode / cell.file
 
-    def _batches(self, cell: Cell, examples: Sequence[Example]) -> list[tuple]:
+    def batches(self, cell: Cell, examples: Sequence[Example]) -> list[tuple]:
         """(example and repeat of each row, prompts, requests, stops), longest prompts first.
 
         The last batch is filled up with rows that end at once and count for nothing, so that it
@@ -275,32 +275,3 @@ def _prediction(row: tuple[Example, int], prompt: Sequence[int], answer: Answer)
     return dataclasses.asdict(
         Prediction(example.id, repeat, answer.text, len(prompt), answer.tokens, answer.finish)
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file such that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Adds a line to a file and waits until it is on the disk."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file, once what a killed process left of its last line is cut off."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
-    for line in data[:whole].decode("utf-8").split("\n"):
-        if line:
-            yield json.loads(line)

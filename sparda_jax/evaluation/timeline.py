@@ -2,22 +2,21 @@
 
     with jax.profiler.trace(folder):
         engine.generate(...)
-    python -m sparda_jax.evaluation.timeline FOLDER --json results/h200/timeline.json
 
-`scripts/report.py` draws it.
+`scripts/benchmark.py timeline FOLDER` makes a results file of it, which `scripts/report.py` draws.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from sparda_jax.evaluation.plots import Event
+from sparda_jax.evaluation.statistics import Estimate
+from sparda_jax.evaluation.tables import ScoreRow, make_row
 
 # The first that is found in an event's name says what it is.
 KINDS = {
@@ -71,33 +70,15 @@ def window(events: Sequence[Event], start: float, length: float) -> list[Event]:
     return [event for event in events if first <= event.start < first + length]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Turns a trace into a results file."""
-    from sparda_jax.evaluation.kernel_benchmarks.harness import results_document
-    from sparda_jax.evaluation.run import write_whole
-    from sparda_jax.evaluation.statistics import Estimate
-    from sparda_jax.evaluation.tables import make_row
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--start", type=float, default=0.0, help="microseconds left out at first")
-    parser.add_argument("--length", type=float, default=2000.0, help="microseconds shown")
-    parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args(argv)
-    events = window(read_trace(args.folder), args.start, args.length)
-    rows = []
+def rows(events: Sequence[Event]) -> Iterator[ScoreRow]:
+    """Time by lane and kind: sum, shortest and longest event."""
     for lane, name in dict.fromkeys((event.lane, event.name) for event in events):
         times = [e.duration for e in events if (e.lane, e.name) == (lane, name)]
         estimate = Estimate(sum(times), min(times), max(times), len(times))
-        rows.append(make_row(f"timeline/{lane}/{name}", estimate, "us", "lower"))
-    command = f"python -m sparda_jax.evaluation.timeline TRACE --start {args.start:g} "
-    command += f"--length {args.length:g} --json {args.json}"
-    notes = "Time in the window by lane and kind: sum; spread: shortest and longest event."
-    shown = [[e.lane, e.name, round(e.start - events[0].start, 2), round(e.duration, 2)]
-             for e in events]  # fmt: skip
-    document = results_document(command, rows, notes) | {"events": shown}
-    write_whole(args.json, json.dumps(document) + "\n")
+        yield make_row(f"timeline/{lane}/{name}", estimate, "us", "lower")
 
 
-if __name__ == "__main__":
-    main()
+def as_document(events: Sequence[Event]) -> list[tuple[str, str, float, float]]:
+    """Events as they stand in a results file: lane, name, start from the first on, duration."""
+    first = events[0].start
+    return [(e.lane, e.name, round(e.start - first, 2), round(e.duration, 2)) for e in events]

@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sparda_jax.commands.benchmarks.publish import progress, publish
+from sparda_jax.cli import note
+from sparda_jax.commands.benchmarks.publish import publish
 
 if TYPE_CHECKING:
     from sparda_jax.commands.benchmarks.publish import Commands
@@ -102,7 +103,7 @@ def _decode_shape(arguments: argparse.Namespace) -> Iterator[Row]:
             arguments.whole_pool,
         ),
         trace=arguments.trace,
-        report=progress,
+        report=note,
     )
 
 
@@ -126,7 +127,7 @@ def _prefill(arguments: argparse.Namespace) -> None:
         ),
         arguments.modes,
         prefix=f"prefill/{arguments.model}",
-        report=progress,
+        report=note,
     )
     publish(arguments, rows, PREFILL_NOTES)
 
@@ -180,7 +181,7 @@ def _serving(arguments: argparse.Namespace) -> None:
         config=config,
         forecast=Forecast.random(shape, dtype=dtype),
     )
-    rows = serving_benchmark.rows(engine, load, f"serving/{arguments.model}", progress)
+    rows = serving_benchmark.rows(engine, load, f"serving/{arguments.model}", note)
     publish(arguments, rows, SERVING_NOTES)
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sparda_jax.commands.benchmarks.publish import progress, publish
+from sparda_jax.commands.benchmarks.publish import publish
 
 if TYPE_CHECKING:
     from sparda_jax.commands.benchmarks.publish import Commands
@@ -49,7 +49,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
             engine = Engine(model, sparse=sparse, config=config, **selector)
             tokens = "" if budget is None else str(sparse.budget_tokens)
             for length in arguments.lengths:
-                progress(f"{mode}{tokens}, {length} tokens")
+                cli.note(f"{mode}{tokens}, {length} tokens")
                 name = f"evaluation/{mode}{tokens}/{label(length)}/B{arguments.batch}"
                 work = speed_benchmark.Work(
                     task, length, arguments.batch, repetitions=arguments.repetitions

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sparda_jax.commands.benchmarks.publish import progress, publish
+from sparda_jax.commands.benchmarks.publish import publish, stopwatch
 
 if TYPE_CHECKING:
     from sparda_jax.commands.benchmarks.publish import Commands
@@ -53,11 +52,7 @@ def _quality(arguments: argparse.Namespace) -> None:
     model, tokenizer = load_pretrained(arguments.model, dtype=jnp.dtype(arguments.dtype))
     if tokenizer is None:
         sys.exit(f"benchmark.py: {arguments.model} has no tokenizer, which needles need")
-    start = time.monotonic()
-
-    def report(line: str) -> None:
-        progress(f"{time.monotonic() - start:7.1f} s  {line}")
-
+    report = stopwatch()
     plan = quality_benchmark.Plan(
         length=arguments.length,
         fine_length=arguments.fine_length,

@@ -6,7 +6,8 @@ import argparse
 import pathlib
 from typing import TYPE_CHECKING
 
-from sparda_jax.commands.benchmarks.publish import progress, publish
+from sparda_jax.cli import note
+from sparda_jax.commands.benchmarks.publish import publish, stopwatch
 
 if TYPE_CHECKING:
     from sparda_jax.commands.benchmarks.publish import Commands
@@ -60,7 +61,7 @@ def _herald(arguments: argparse.Namespace) -> None:
     if arguments.layers:
         preset = dataclasses.replace(preset, num_layers=arguments.layers)
     if arguments.estimate:
-        herald_benchmark.estimates(preset, config, plan, progress)
+        herald_benchmark.estimates(preset, config, plan, note)
         return
 
     def draw(name: str, events: Sequence[Event]) -> None:
@@ -74,7 +75,7 @@ def _herald(arguments: argparse.Namespace) -> None:
 
     model = Decoder.random(preset, dtype=jnp.bfloat16)
     prefix = f"herald/{arguments.model}/{arguments.context // 1024}K"
-    rows = herald_benchmark.rows(model, config, plan, prefix=prefix, report=progress, timeline=draw)
+    rows = herald_benchmark.rows(model, config, plan, prefix=prefix, report=note, timeline=draw)
     publish(arguments, rows, HERALD_NOTES)
 
 
@@ -122,7 +123,6 @@ HERALD_QUALITY_NOTES = (
 
 def _herald_quality(arguments: argparse.Namespace) -> None:
     import sys
-    import time
 
     import jax.numpy as jnp
     import numpy as np
@@ -154,13 +154,8 @@ def _herald_quality(arguments: argparse.Namespace) -> None:
         needles=arguments.needles,
         seconds=arguments.seconds,
     )
-    start = time.monotonic()
-
-    def report(line: str) -> None:
-        progress(f"{time.monotonic() - start:7.1f} s  {line}")
-
     documents = [np.load(path) for path in arguments.text]
-    rows = benchmark.rows(model, tokenizer, documents, plan, report)
+    rows = benchmark.rows(model, tokenizer, documents, plan, stopwatch())
     publish(arguments, rows, HERALD_QUALITY_NOTES)
 
 

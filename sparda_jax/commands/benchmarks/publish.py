@@ -8,9 +8,11 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparda_jax.cli import note
+from sparda_jax.evaluation.files import write_text
 from sparda_jax.evaluation.kernel_benchmarks import Row, results_document
 
 if TYPE_CHECKING:
@@ -18,9 +20,10 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-def progress(line: str) -> None:
-    """Reports to standard error."""
-    print(line, file=sys.stderr, flush=True)
+def stopwatch() -> Callable[[str], None]:
+    """Notes progress, each line with the seconds since now."""
+    start = time.monotonic()
+    return lambda line: note(f"{time.monotonic() - start:7.1f} s  {line}")
 
 
 def publish(
@@ -29,6 +32,7 @@ def publish(
     notes: str,
     *,
     show: Callable[[Row], bool] = lambda row: True,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Prints rows as they come and keeps them in the results file.
 
@@ -41,6 +45,7 @@ def publish(
         rows: of the benchmark.
         notes: for the file.
         show: whether to print a row.
+        more: that pictures are drawn from, for the file, which is one line then: it is long.
     """
     path, command = arguments.json, shlex.join(["python", *sys.argv])
     before: list[dict[str, Any]] = []
@@ -54,8 +59,8 @@ def publish(
         document = results_document(command, done, notes, commit=arguments.commit)
         measured = {new["name"] for new in document["rows"]}
         document["rows"][:0] = [old for old in before if old["name"] not in measured]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        text = json.dumps(document | dict(more or {}), indent=None if more else 1)
+        write_text(path, text + "\n")
 
     written = -math.inf
     try:

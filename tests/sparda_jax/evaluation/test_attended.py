@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scripts import benchmark
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.diffusion.generate import BlockEngine
@@ -53,7 +54,7 @@ def test_order_of_unmasking(tiny, block_model):
     assert (steps[0, :3] == -1).all() and steps[0, 3:].min() == 0 and steps.max() == 2
 
 
-def test_events_of_a_trace(tmp_path):
+def test_events_of_a_trace(tmp_path, monkeypatch):
     product = jax.jit(lambda x: jnp.sin(x @ x).sum())
     x = jnp.ones((200, 200))
     product(x).block_until_ready()
@@ -62,8 +63,11 @@ def test_events_of_a_trace(tmp_path):
     events = timeline.read_trace(tmp_path, {"all": "."})
     assert events and all(event.name == "all" and event.duration > 0 for event in events)
     assert events == sorted(events, key=lambda event: event.start)
-    timeline.main([str(tmp_path), "--json", str(tmp_path / "timeline.json"), "--length=1e9"])
-    document = json.loads((tmp_path / "timeline.json").read_text())
+    path = tmp_path / "timeline.json"
+    command = ["benchmark.py", "timeline", str(tmp_path), "--length=1e9", f"--json={path}"]
+    monkeypatch.setattr("sys.argv", command)
+    benchmark.main()
+    document = json.loads(path.read_text())
     assert len(document["events"]) == len(events) == sum(row["n"] for row in document["rows"])
     with pytest.raises(FileNotFoundError, match="no trace"):
         timeline.read_trace(tmp_path / "nothing")
