@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from sparda_jax.config import SamplingParams
 from sparda_jax.engine.generate import Engine
 from sparda_jax.evaluation.generation import EngineAnswerer
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
 from sparda_jax.evaluation.run import Answering, Cell, Run
-from sparda_jax.evaluation.tasks.base import Example, Sources, Task, encode
+from sparda_jax.evaluation.tasks.base import Sources, Task
 from sparda_jax.tokenization import Tokenizer
 
 # Of the engine's tokens a second, asked of the evaluation.
@@ -75,7 +74,12 @@ def rows(
         return sum(prediction.tokens for prediction in run.predictions(cell, "timed")[0])
 
     def generate() -> int:
-        return _alone(engine, tokenizer, examples, answering)
+        ends, tokens = tuple(tokenizer.eos_token_ids), 0
+        for part, prompts, asked, _ in run.batches(cell, examples):
+            requests = [dataclasses.replace(request, stop_token_ids=ends) for request in asked]
+            results, _ = engine.generate(prompts, requests)
+            tokens += sum(len(result.tokens) for result in results[: len(part)])
+        return tokens
 
     try:
         for arm in (evaluate, generate):
@@ -90,24 +94,3 @@ def rows(
     yield Row(f"{name}/engine", Timing.of(alone), "tok/s", "higher")
     share = Timing.of([a / b for a, b in zip(ours, alone, strict=True)])
     yield Row(f"{name}/evaluation_over_engine", share, "x", "higher", target=TARGET)
-
-
-def _alone(
-    engine: Engine, tokenizer: Tokenizer, examples: Sequence[Example], answering: Answering
-) -> int:
-    """The evaluation's batches by the engine alone; tokens that were drawn."""
-    prompts = [encode(example, tokenizer, chat=answering.chat) for example in examples]
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    tokens = 0
-    for start in range(0, len(order), answering.batch):
-        part = order[start : start + answering.batch]
-        requests = [
-            SamplingParams(
-                max_new_tokens=examples[i].max_new_tokens,
-                stop_token_ids=tuple(tokenizer.eos_token_ids),
-            )
-            for i in part
-        ]
-        results, _ = engine.generate([prompts[i] for i in part], requests)
-        tokens += sum(len(result.tokens) for result in results)
-    return tokens
