@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,26 +240,16 @@ def _point(x: float, row: dict[str, Any]) -> Point:
     return Point(x, row["median"], low, high)
 
 
-def _by_batch(results: Results) -> dict[str, dict[str, list[Point]]]:
-    """Rows named .../<context>K/B<batch>/<what> in tok/s: a panel a context."""
+def _throughput(over: str, results: Results) -> dict[str, dict[str, list[Point]]]:
+    """Rows named .../<context>K/B<batch>/<what> in tok/s over one of both: a panel the other."""
     panels: dict[str, dict[str, list[Point]]] = {}
     for name, row in results.named.items():
-        found = re.fullmatch(r"(.*)/(\d+K)/B(\d+)/(.+)", name)
+        found = re.fullmatch(r"(.*)/(\d+)K/B(\d+)/(.+)", name)
         if found and row["unit"] == "tok/s":
-            series = panels.setdefault(f"{found[1]}, {found[2]}", {})
-            series.setdefault(found[4], []).append(_point(int(found[3]), row))
-    return panels
-
-
-def _by_context(results: Results) -> dict[str, dict[str, list[Point]]]:
-    """The same rows by context: a panel a batch."""
-    panels: dict[str, dict[str, list[Point]]] = {}
-    for name, row in results.named.items():
-        found = re.fullmatch(r"(.*)/(\d+K)/B(\d+)/(.+)", name)
-        length = _length(found[2]) if found else None
-        if found and length and row["unit"] == "tok/s":
-            series = panels.setdefault(f"{found[1]}, batch {found[3]}", {})
-            series.setdefault(found[4], []).append(_point(length, row))
+            title, x = f"{found[1]}, {found[2]}K", int(found[3])
+            if over == "context":
+                title, x = f"{found[1]}, batch {found[3]}", 1024 * int(found[2])
+            panels.setdefault(title, {}).setdefault(found[4], []).append(_point(x, row))
     return panels
 
 
@@ -323,8 +314,8 @@ def _by_position(results: Results) -> dict[str, dict[str, list[Point]]]:
 
 
 _CURVES: dict[str, tuple[Callable[[Results], dict[str, dict[str, list[Point]]]], str, str]] = {
-    "batch": (_by_batch, "batch", "tokens/s"),
-    "context": (_by_context, "context", "tokens/s"),
+    "batch": (partial(_throughput, "batch"), "batch", "tokens/s"),
+    "context": (partial(_throughput, "context"), "context", "tokens/s"),
     "length": (_by_length, "tokens", "score"),
     "position": (_by_position, "position, up to", "perplexity"),
 }
