@@ -8,10 +8,8 @@ programs must stay what they were after the first rounds. The exit code says whe
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -38,6 +36,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4, help="requests at the same time")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--json", type=pathlib.Path, help="results file, written after each round")
+    parser.set_defaults(merge=False, commit=os.environ.get("SPARDA_JAX_COMMIT"))
     parser.add_argument("--traceback", action="store_true", help="show where an error arose")
     args = parser.parse_args(argv)
     args.mode = args.mode or "sparda"
@@ -46,9 +45,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sparda_jax.commands.benchmarks.publish import publish
     from sparda_jax.engine.scheduler import Scheduler
     from sparda_jax.engine.service import SchedulerConfig
-    from sparda_jax.evaluation.kernel_benchmarks import results_document
     from sparda_jax.evaluation.serving_check import Soak, check_round, draw_requests, tiny_engine
 
     engine = tiny_engine(args.mode, args.offload, LENGTH)
@@ -56,18 +55,13 @@ def run(args: argparse.Namespace) -> int:
     together = Scheduler(engine, SchedulerConfig(prefill_seconds=2e-3, **limits))
     alone = Scheduler(engine, SchedulerConfig(prefix_reuse=False, **limits))
     begun, soak = time.monotonic(), Soak(f"soak/{args.mode}/{args.offload}", together)
-    command, commit = shlex.join(["python", *sys.argv]), os.environ.get("SPARDA_JAX_COMMIT")
     while soak.requests < args.requests or time.monotonic() - begun < 60 * args.minutes:
         seed = args.seed + soak.requests
         requests = draw_requests(ROUND, engine.model.config.vocab_size, LENGTH, seed)
         soak.add(check_round(together, alone, requests), time.monotonic() - begun)
         note(soak.line())
-        if args.json:
-            document = results_document(command, soak.rows(), NOTES, commit=commit)
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(document, indent=1) + "\n")
-    for row in soak.rows():
-        print(json.dumps(row.as_json()))
+        publish(args, soak.rows(), NOTES, show=lambda row: False)
+    publish(args, soak.rows(), NOTES)
     for line in soak.wrong[:20]:
         note(line)
     return 1 if soak.wrong or any(row.as_json().get("meets") is False for row in soak.rows()) else 0
