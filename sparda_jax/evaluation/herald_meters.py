@@ -1,4 +1,4 @@
-"""Meters of chosen rows and of what a model predicts over them, for `herald_quality`."""
+"""Meters of chosen rows and of what a model predicts over them; `herald_quality` adds them up."""
 
 from __future__ import annotations
 

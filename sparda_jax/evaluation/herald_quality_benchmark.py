@@ -20,7 +20,8 @@ import numpy as np
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.evaluation import herald_quality, herald_selection, needles
-from sparda_jax.evaluation.herald_quality import QualityPlan, Scores, Windows
+from sparda_jax.evaluation.herald_quality import Scores
+from sparda_jax.evaluation.herald_windows import QualityPlan, Windows
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
 from sparda_jax.evaluation.statistics import Estimate, mean, ratio
 from sparda_jax.herald.config import Budget, HeraldConfig, Mode

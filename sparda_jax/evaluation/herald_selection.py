@@ -25,7 +25,7 @@ from host_offload.cpu_selection import (
     quantise_rows,
     recall,
 )
-from sparda_jax.evaluation.herald_quality import Windows
+from sparda_jax.evaluation.herald_windows import Windows
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
 from sparda_jax.evaluation.statistics import mean
 from sparda_jax.herald.config import Budget

@@ -99,7 +99,7 @@ def _prefilled(
 ) -> Generator[jax.Array, None, tuple[LayerKV, ...]]:
     """Whole caches of a prompt; the request gains the token that they hand over, if they do."""
     size = engine.model.config.hidden_size
-    caches, last = engine.run_plain(layouts.empty_caches, layout=layout, size=size)
+    caches, last = engine.run_plain(layouts.empty_caches, layout=layout, batch=1, size=size)
     aligned = engine.put(np.array([request.aligned], np.int32))
     facts, _ = diffusion_of(engine.model.config)
     padded = -(-request.aligned // plan.chunk) * plan.chunk

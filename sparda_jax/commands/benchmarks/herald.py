@@ -130,7 +130,7 @@ def _herald_quality(arguments: argparse.Namespace) -> None:
     from sparda_jax.checkpoints.load import load_pretrained
     from sparda_jax.diffusion.files import load_adapter
     from sparda_jax.evaluation import herald_quality_benchmark as benchmark
-    from sparda_jax.evaluation.herald_quality import QualityPlan
+    from sparda_jax.evaluation.herald_windows import QualityPlan
 
     model, tokenizer = load_pretrained(arguments.model, dtype=jnp.dtype(arguments.dtype))
     if tokenizer is None:

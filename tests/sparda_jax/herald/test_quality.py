@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from sparda_jax.evaluation.herald_quality import MODES, QualityPlan, Windows, measure
+from sparda_jax.evaluation.herald_quality import measure
 from sparda_jax.evaluation.herald_quality_benchmark import _holds, score_rows, text_windows
+from sparda_jax.evaluation.herald_windows import MODES, QualityPlan, Windows
 
 from .conftest import VOCABULARY, make_model
 
