@@ -8,33 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparda_jax.config import EngineConfig, ModelConfig, RopeConfig, SamplingParams, SparseConfig
+from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
 from sparda_jax.engine.generate import Engine
 from sparda_jax.forecast.forward import sparda_logits
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.sparse.infinigen import calibrate
 from tests.delays import Delays
+from tests.gpu.models import small_model
 
 pytestmark = pytest.mark.gpu
 
 VOCABULARY, NEW_TOKENS = 997, 500
 SPARSE = SparseConfig(local_blocks=2, budget_blocks=8)
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=VOCABULARY,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    rope=RopeConfig(128),
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-)
+CONFIG = small_model(VOCABULARY)
 PROMPTS = [
     np.random.default_rng(size).integers(0, VOCABULARY, size).tolist() for size in (1700, 64, 1023)
 ]

@@ -4,28 +4,16 @@ import jax
 import numpy as np
 import pytest
 
-from sparda_jax.config import EngineConfig, ModelConfig, RopeConfig, SamplingParams, SparseConfig
+from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
 from sparda_jax.engine.generate import Engine
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.sharding import distribute, make_mesh
+from tests.gpu.models import small_model
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=1000,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    rope=RopeConfig(128),
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-)
+CONFIG = small_model(1000)
 PROMPTS = [
     np.random.default_rng(size).integers(0, 1000, size).tolist() for size in (1700, 64, 1023)
 ]
