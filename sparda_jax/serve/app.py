@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
 
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
@@ -27,6 +25,7 @@ from sparda_jax.engine.service import QueueFullError
 from sparda_jax.serve.answers import Answers, finish_reason, results_of
 from sparda_jax.serve.metrics import Metrics
 from sparda_jax.serve.protocol import Ask, BadRequestError, error_body, parse_json, parse_request
+from sparda_jax.serve.streams import PatientStream, event_of
 from sparda_jax.tokenization import Tokenizer
 from sparda_jax.validation import require_at_least
 
@@ -64,38 +63,6 @@ class _Event:
 
     index: int
     piece: Piece | None
-
-
-class PatientStream(StreamingResponse):
-    """A stream that gives up on a client that reads nothing for too long.
-
-    Args:
-        content: what to send.
-        seconds: for each part of it.
-        on_close: called once, however the stream ends, even before it began.
-    """
-
-    def __init__(self, content: AsyncIterator[str], seconds: float, on_close: Callable[[], None]):
-        super().__init__(content, media_type="text/event-stream")
-        self._seconds, self._on_close = seconds, on_close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends everything, unless the client goes."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_close()
-
-    async def stream_response(self, send: Send) -> None:
-        """Sends the pieces, each within the time."""
-
-        async def timed(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._seconds)
-
-        try:
-            await super().stream_response(timed)
-        except TimeoutError:
-            logger.info("a client took no data for %g s; its request is cancelled", self._seconds)
 
 
 class Server:
@@ -325,12 +292,12 @@ class Server:
                 left -= 1
                 result = handles[index].result()
                 if result.finish_reason in ("failed", "interrupted"):
-                    yield _sse(error_body(result.error or "the server shuts down", 500))
+                    yield event_of(error_body(result.error or "the server shuts down", 500))
                     continue
                 reason, first = finish_reason(result), not started[index]
-                yield _sse(answers.piece(index, "", reason=reason, first=first))
+                yield event_of(answers.piece(index, "", reason=reason, first=first))
             elif piece.text or piece.likelihoods:
-                yield _sse(
+                yield event_of(
                     answers.piece(
                         index,
                         piece.text,
@@ -343,7 +310,7 @@ class Server:
                 started[index] = True
                 offsets[index] += len(piece.text)
         if ask.usage:
-            yield _sse(answers.counts(results_of(handles)))
+            yield event_of(answers.counts(results_of(handles)))
         yield "data: [DONE]\n\n"
 
 
@@ -351,10 +318,6 @@ def _cancel(handles: list[Handle]) -> None:
     """Ends what has not ended yet."""
     for handle in handles:
         handle.cancel()
-
-
-def _sse(body: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
 async def _ended(request: Request, handles: list[Handle], events: asyncio.Queue[_Event]) -> bool:

@@ -33,7 +33,8 @@ from sparda_jax.engine.service import SchedulerConfig  # noqa: E402
 from sparda_jax.herald.config import HeraldConfig  # noqa: E402
 from sparda_jax.herald.engine import HeraldEngine  # noqa: E402
 from sparda_jax.models.decoder import Decoder  # noqa: E402
-from sparda_jax.serve.app import PatientStream, Server, ServerConfig  # noqa: E402
+from sparda_jax.serve.app import Server, ServerConfig  # noqa: E402
+from sparda_jax.serve.streams import PatientStream  # noqa: E402
 from sparda_jax.tokenization import Tokenizer  # noqa: E402
 
 LENGTH = 128
@@ -53,11 +54,9 @@ def character_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=[len(characters) - 1], chat_template=TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def scheduler():
+def tiny_model(**facts) -> Decoder:
+    """Random, of one layer; as its other facts say."""
     config = ModelConfig(
-        family="llama",
-        vocab_size=97,
         hidden_size=32,
         intermediate_size=48,
         num_layers=1,
@@ -65,12 +64,17 @@ def scheduler():
         num_kv_heads=1,
         head_dim=16,
         rope=RopeConfig(16),
-        max_position_embeddings=LENGTH,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
+        **facts,
     )
+    return Decoder.random(config, seed=3)
+
+
+@pytest.fixture(scope="module")
+def scheduler():
     engine = Engine(
-        Decoder.random(config, seed=3),
+        tiny_model(family="llama", vocab_size=97, max_position_embeddings=LENGTH),
         sparse=SparseConfig(
             geometry=BlockGeometry(8, 4, 2), init_blocks=1, local_blocks=2, budget_blocks=6
         ),
@@ -297,23 +301,9 @@ def test_a_client_that_reads_nothing_is_given_up():
 
 def test_a_model_of_block_diffusion_is_served_alike():
     """Requests say how their blocks are denoised; a stop string ends an answer."""
-    shape = ModelConfig(
-        family="sdar",
-        vocab_size=98,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        rope=RopeConfig(16),
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        diffusion=DiffusionConfig(8, 97),
-    )
+    facts = {"vocab_size": 98, "max_position_embeddings": 64, "diffusion": DiffusionConfig(8, 97)}
     config = HeraldConfig(mode="dense", kv_block=8, prefill_chunk=64)
-    scheduler = HeraldEngine(Decoder.random(shape, seed=3), config=config).serve(
+    scheduler = HeraldEngine(tiny_model(family="sdar", **facts), config=config).serve(
         SchedulerConfig(rows=2), character_tokenizer()
     )
     app = Server(scheduler, ServerConfig("tiny", denoise=DenoiseParams("sequential"))).app()
@@ -326,11 +316,7 @@ def test_a_model_of_block_diffusion_is_served_alike():
         events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
         pieces = [event["choices"][0]["text"] for event in events]
         assert "".join(pieces) == whole["text"]
-        assert [len(piece) for piece in pieces] == [
-            6,
-            6,
-            0,
-        ]  # two blocks, the end
+        assert [len(piece) for piece in pieces] == [6, 6, 0]  # two blocks, the end
         other = send(denoising_steps=1, denoising_strategy="low_confidence_static").json()
         assert other["choices"][0]["text"] != whole["text"]
         stop = whole["text"][2:4]
