@@ -8,6 +8,7 @@ different steps, blocks and rules share one program, and no forward waits for th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 
 import jax
@@ -18,7 +19,7 @@ from sparda_jax.config import DiffusionConfig
 from sparda_jax.diffusion.attention import attend, block_mask, dense_prefix, pack, write_block
 from sparda_jax.diffusion.confidence import Confidence, confidence
 from sparda_jax.diffusion.config import diffusion_of
-from sparda_jax.diffusion.state import BlockKV, BlockOutput, BlockState, ForwardOutput
+from sparda_jax.diffusion.state import BlockKV, BlockOutput, BlockState, ForwardOutput, LayerKV
 from sparda_jax.diffusion.strategies import candidates, choose
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import RopeTable, rope_rows
@@ -28,32 +29,36 @@ from sparda_jax.typing import Array, Bool, Float, Int
 def run_layers(
     model: Decoder,
     rope: RopeTable,
-    state: BlockState,
+    caches: Iterable[LayerKV],
+    start: Int[Array, " B"],
+    tokens: Int[Array, "B W"],
+    masked: Bool[Array, "B W"],
     committing: Bool[Array, " B"],
-    mask_token_id: int,
 ) -> tuple[Float[Array, "B W D"], BlockKV]:
     """All layers over every row's block.
 
     Args:
         model: parameters.
         rope: table that covers every position.
-        state: the batch.
+        caches: of every layer; all tokens before the block are attended.
+        start: of the block.
+        tokens: of the block.
+        masked: which of them are not known.
         committing: rows whose tokens are all clean.
-        mask_token_id: what masked positions are embedded as.
 
     Returns:
         Hidden states, and the KV of the block.
     """
-    facts, _ = diffusion_of(model.config)
-    width = state.tokens.shape[1]
-    cos, sin = rope_rows(rope, state.start[:, None] + jnp.arange(width))
+    facts, mask_token_id = diffusion_of(model.config)
+    width = tokens.shape[1]
+    cos, sin = rope_rows(rope, start[:, None] + jnp.arange(width))
     own_mask = block_mask(committing, width, causal_clean=facts.causal_clean)
-    x = model.embed(jnp.where(state.masked, mask_token_id, state.tokens))
+    x = model.embed(jnp.where(masked, mask_token_id, tokens))
     block_kv = []
-    for layer, cache in zip(model.layers, state.layers, strict=True):
+    for layer, cache in zip(model.layers, caches, strict=True):
         q, k, v = layer.qkv(x, cos, sin)
         own = pack(k, v)
-        x = layer.finish(x, attend(q, dense_prefix(cache, state.start), own, own_mask))
+        x = layer.finish(x, attend(q, dense_prefix(cache, start), own, own_mask))
         block_kv.append(own)
     return x, tuple(block_kv)
 
@@ -139,7 +144,8 @@ def forward(
     committing = finished_rows(state)
 
     def run_whole() -> tuple[Confidence, BlockKV]:
-        x, block_kv = run_layers(model, rope, state, committing, mask_token_id)
+        block = state.start, state.tokens, state.masked
+        x, block_kv = run_layers(model, rope, state.layers, *block, committing)
         return _judged(model, state, x, jnp.zeros_like(state.start)), block_kv
 
     def run_part() -> tuple[Confidence, BlockKV]:

@@ -23,14 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparda_jax.config import SamplingParams
-from sparda_jax.diffusion.attention import attend, block_mask, dense_prefix, pack
 from sparda_jax.diffusion.config import diffusion_of
+from sparda_jax.diffusion.decode import run_layers
 from sparda_jax.diffusion.generate import BlockEngine
 from sparda_jax.diffusion.state import LayerKV
 from sparda_jax.evaluation.language import score_tokens
 from sparda_jax.evaluation.tasks.base import generator
 from sparda_jax.models.decoder import Decoder
-from sparda_jax.models.rope import RopeTable, rope_rows
+from sparda_jax.models.rope import RopeTable
 from sparda_jax.typing import Array, Bool, Float, Int
 
 # Draws whose l are spread evenly over 1..n; a standard error is one over such groups.
@@ -240,14 +240,8 @@ def _log_p(
         targets: one token a row.
         masked: tokens that are not known.
     """
-    facts, mask = diffusion_of(model.config)
-    width = tokens.shape[1]
-    cos, sin = rope_rows(rope, start[:, None] + jnp.arange(width))
-    seen = block_mask(~jnp.any(masked, axis=1), width, causal_clean=facts.causal_clean)
-    x = model.embed(jnp.where(masked, mask, tokens))
-    for layer, cache in zip(model.layers, layers, strict=True):
-        q, k, v = layer.qkv(x, cos, sin)
-        x = layer.finish(x, attend(q, dense_prefix(cache[row], start), pack(k, v), seen))
+    caches = (cache[row] for cache in layers)
+    x, _ = run_layers(model, rope, caches, start, tokens, masked, ~jnp.any(masked, axis=1))
     log_p: jax.Array = score_tokens(model, x, x, targets)[0]
     return log_p
 
