@@ -76,6 +76,7 @@ def test_demo_answers_with_a_third_of_the_kv(default_model_path, capsys):
     assert output["mode"] == "sparda"
     result, report = output["results"][0], output["report"]
     assert all(words in result["text"] for words in demo.DEMO.answer)
+    assert result["finish_reason"] == "stop"
     assert report["device_kv_bytes"] < report["full_kv_bytes"] / 3
     assert report["host_kv_bytes"] == report["full_kv_bytes"]
     assert 0.3 < report["hit_rate"] < 1
