@@ -80,7 +80,6 @@ def load_forecast(
     *,
     dtype: DTypeLike | None = None,
     verify_base: bool = True,
-    mesh: Mesh | None = None,
     lookahead: int = 1,
 ) -> tuple[Forecast, SparseConfig | None]:
     """Reads projections for a model.
@@ -92,7 +91,6 @@ def load_forecast(
         dtype: of the parameters; None: the model's.
         verify_base: False: do not compare fingerprints, for weights of other origin that name no
             base model.
-        mesh: where to put them, as the model's; None: whole on the default device.
         lookahead: layers ahead that they will select for; the engine's is 1.
 
     Returns:
@@ -108,7 +106,7 @@ def load_forecast(
     path = default_forecast() if path == "default" else path
     fingerprint = model_fingerprint(model) if verify_base else None
     tensors, sparse = read_forecast(path, config, fingerprint, lookahead)
-    return _build(tensors, config, model.dtype if dtype is None else dtype, mesh), sparse
+    return _build(tensors, config, model.dtype if dtype is None else dtype), sparse
 
 
 class Waiting:
@@ -151,7 +149,10 @@ class Waiting:
 
 
 def _build(
-    tensors: Mapping[str, np.ndarray], config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None
+    tensors: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
 ) -> Forecast:
     forecast = nnx.eval_shape(lambda: Forecast.random(config, dtype=dtype))
 
