@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sparda_jax.commands.benchmarks.publish import publish
+from sparda_jax.commands.evaluation import for_mode
 
 if TYPE_CHECKING:
     from sparda_jax.commands.benchmarks.publish import Commands
@@ -39,8 +40,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     model, tokenizer = cli.load_model(arguments.model, arguments.dtype, arguments.cache_dir)
     (task,) = registry.find([arguments.task])
     for mode in arguments.modes:
-        offload = "none" if mode == "dense" else arguments.offload or "host"
-        own = argparse.Namespace(**vars(arguments) | {"mode": mode, "offload": offload})
+        own = for_mode(arguments, mode)
         selector = cli.load_selector(mode, model, tokenizer, forecast, verify=verify)
         for budget in arguments.budget_blocks if mode != "dense" else [None]:
             own.budget_blocks = budget
