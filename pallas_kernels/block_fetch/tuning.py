@@ -33,11 +33,11 @@ class FetchConfig:
 def fetch_config(run_bytes: int) -> FetchConfig:
     """The default launch for runs of ``run_bytes``.
 
-    Measured on an H200.  Runs of 32 KiB: 50 GB/s with 4 thread blocks of 6 buffers for 100 MB a
-    call, 49 for 10 MB (16 KiB: 49 with 8 thread blocks; 4 x 6 not measured); fewer buffers do as
-    well alone, but not beside compute that keeps the memory busy (docs/decode_kernels.md, the
-    hiding).  Runs of 4 KiB: 50 GB/s with 8 of 8.  Copies of 256 bytes are bound by their number:
-    21.0 and 25.5 GB/s with 8 and 32 thread blocks (16 and 64 in development runs: 23.7, 26.4).
+    Measured on an H200.  Runs of 32 or 16 KiB: 50 GB/s with 4 thread blocks of 6 buffers for
+    100 MB a call, 49 for 10 MB; fewer buffers do as well alone, but not beside compute that keeps
+    the memory busy (docs/decode_kernels.md, the hiding).  Runs of 4 KiB: 50 GB/s with 8 of 8.
+    Copies of 256 bytes are bound by their number: 25.0 GB/s with 32 thread blocks (8, 16 and 64 in
+    development runs: 21.0, 23.7, 26.4).
 
     Args:
         run_bytes: size of one contiguous run.
