@@ -23,7 +23,8 @@ from sparda_jax.evaluation import herald_quality, herald_selection, needles
 from sparda_jax.evaluation.herald_quality import Scores
 from sparda_jax.evaluation.herald_windows import QualityPlan, Windows
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
-from sparda_jax.evaluation.statistics import Estimate, mean, ratio
+from sparda_jax.evaluation.statistics import mean, ratio
+from sparda_jax.evaluation.tables import make_row
 from sparda_jax.herald.config import Budget, HeraldConfig, Mode
 from sparda_jax.herald.engine import HeraldEngine
 from sparda_jax.models.decoder import Decoder
@@ -135,11 +136,6 @@ def word_lists(tokenizer: Tokenizer, length: int, count: int, seed: int) -> np.n
     return np.array(out, np.int32)
 
 
-def _row(name: str, estimate: Estimate, unit: str, better: str) -> Row:
-    timing = Timing(estimate.value, (estimate.low, estimate.high), estimate.n)
-    return Row(name, timing, unit, "lower" if better == "lower" else "higher")
-
-
 def _teacher_forced(
     model: Decoder,
     windows: np.ndarray,
@@ -164,20 +160,20 @@ def _teacher_forced(
 def score_rows(scores: Scores, prefix: str) -> Iterator[Row]:
     """Rows of meters; the intervals are over windows, those of differences paired."""
     dense, near = scores["dense", 1.0, "bound"], scores["near", 0.0, "bound"]
-    yield _row(f"{prefix}/dense/bound", mean(dense), "nats", "lower")
+    yield make_row(f"{prefix}/dense/bound", mean(dense), "nats", "lower")
     for (mode, share, meter), values in scores.items():
         if mode == "dense":
             continue
         name = f"{prefix}/{mode}/{100 * share:g}%"
         if meter in ("agreement", "recall", "mass"):
-            yield _row(f"{name}/{meter}", mean(values), "share", "higher")
+            yield make_row(f"{name}/{meter}", mean(values), "share", "higher")
         elif meter == "kl":
-            yield _row(f"{name}/kl", mean(values), "nats", "lower")
+            yield make_row(f"{name}/kl", mean(values), "nats", "lower")
         else:
-            yield _row(f"{name}/bound_over_dense", mean(values - dense), "nats", "lower")
+            yield make_row(f"{name}/bound_over_dense", mean(values - dense), "nats", "lower")
             if mode != "near" and mean(near - dense).low > 0:  # or there is nothing to keep
                 kept = ratio(near - values, near - dense)
-                yield _row(f"{name}/gain_kept", kept, "share", "higher")
+                yield make_row(f"{name}/gain_kept", kept, "share", "higher")
 
 
 def _engines(model: Decoder, plan: BenchmarkPlan) -> Iterator[tuple[str, HeraldEngine]]:
@@ -207,7 +203,7 @@ def _generation(
         steps = sum(steps * number for steps, number in told.steps.items()) / count
         yield Row(f"{prefix}/steps", Timing.exact(steps, count), "forwards", "lower")
         same = [np.mean(np.array(a) == np.array(b)) for a, b in zip(tokens, dense, strict=True)]
-        yield _row(f"{prefix}/tokens_as_dense", mean(np.array(same)), "share", "higher")
+        yield make_row(f"{prefix}/tokens_as_dense", mean(np.array(same)), "share", "higher")
         if told.drafted:
             agreement = Timing.exact(told.draft_agreement, told.drafted)
             yield Row(f"{prefix}/draft_agreement", agreement, "share", "higher")
@@ -239,7 +235,7 @@ def _needles(
                     for sample, result in zip(drawn, results, strict=True)
                 ]
                 row = f"herald_quality/needles/{task}/{length}/{name}"
-                yield _row(row, mean(np.array(found)), "share", "higher")
+                yield make_row(row, mean(np.array(found)), "share", "higher")
 
 
 def _holds(text: Sequence[int], part: Sequence[int]) -> bool:

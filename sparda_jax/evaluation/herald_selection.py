@@ -26,8 +26,9 @@ from host_offload.cpu_selection import (
     recall,
 )
 from sparda_jax.evaluation.herald_windows import Windows
-from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
+from sparda_jax.evaluation.kernel_benchmarks.harness import Row
 from sparda_jax.evaluation.statistics import mean
+from sparda_jax.evaluation.tables import make_row
 from sparda_jax.herald.config import Budget
 from sparda_jax.herald.layerwise import Rows
 
@@ -70,9 +71,7 @@ def rows(windows: Windows, prefix: str) -> Iterator[Row]:
                     name = f"{100 * share:g}%/{name}"
                     totals.setdefault(name, [[] for _ in keys])[row].append(value)
     for name, of_windows in totals.items():
-        estimate = mean(np.array(of_windows).mean(axis=1))
-        timing = Timing(estimate.value, (estimate.low, estimate.high), estimate.n)
-        yield Row(f"{prefix}/{name}", timing, "share", "higher")
+        yield make_row(f"{prefix}/{name}", mean(np.array(of_windows).mean(axis=1)), "share")
 
 
 def _compared(

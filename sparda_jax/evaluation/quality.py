@@ -19,10 +19,11 @@ import numpy as np
 from pallas_kernels.geometry import BlockGeometry
 from sparda_jax.config import SparseConfig
 from sparda_jax.evaluation import needles, statistics
-from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
+from sparda_jax.evaluation.kernel_benchmarks.harness import Row
 from sparda_jax.evaluation.language import bucket_sizes, document_scores
 from sparda_jax.evaluation.policies import DENSE, Policy
 from sparda_jax.evaluation.selection_quality import METERS, Counts, document_counts
+from sparda_jax.evaluation.tables import make_row
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.tokenization import Tokenizer
 
@@ -83,11 +84,6 @@ def _short(length: int) -> str:
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
-def _row(name: str, estimate: statistics.Estimate, unit: str, better: str, **rest: object) -> Row:
-    timing = Timing(estimate.value, (estimate.low, estimate.high), estimate.n)
-    return Row(name, timing, unit, better, **rest)  # type: ignore[arg-type]
-
-
 def selection_rows(
     model: Decoder,
     policies: Sequence[Policy],
@@ -142,19 +138,19 @@ def _meter_rows(
     if not pair[1].sum():
         return  # no token of these documents has a choice under this budget
     own = name.split("/")[2] == "own" and name.endswith("/mass/sparda")
-    extra = {"target": MASS_TARGET} if own else {}
     whole = [part.sum(-1) for part in pair]
-    yield _row(name, statistics.ratio(*whole), "share", "higher", **extra)
+    row = make_row(name, statistics.ratio(*whole), "share", "higher")
+    yield dataclasses.replace(row, target=MASS_TARGET if own else None)
     if len(edges) > 2:
         for bucket, (low, high) in enumerate(itertools.pairwise(edges)):
             inside = [part[..., bucket] for part in pair]
             if inside[1].sum(0).all():
                 estimate = statistics.ratio(*inside)
-                yield _row(f"{name}/tokens_{low}-{high}", estimate, "share", "higher")
+                yield make_row(f"{name}/tokens_{low}-{high}", estimate, "share", "higher")
     if by_layer and meter in ("mass", "recall"):
         for layer in range(whole[0].shape[1]):
             estimate = statistics.ratio(whole[0][:, layer], whole[1][:, layer])
-            yield _row(f"{name}/layer_{layer:02d}", estimate, "share", "higher")
+            yield make_row(f"{name}/layer_{layer:02d}", estimate, "share", "higher")
 
 
 def _until(items: Iterable[Item], seconds: float | None) -> Iterator[Item]:
@@ -218,16 +214,16 @@ def language_rows(
                 rows |= {"gap_over_sparse": other_p - log_p, "kl_over_sparse": kl - other_kl}
             for meter, parts in rows.items():
                 estimate = statistics.ratio(parts, tokens)
-                yield _row(f"{at}/{meter}/{name}", estimate, "nats/token", "lower")
+                yield make_row(f"{at}/{meter}/{name}", estimate, "nats/token", "lower")
             late = statistics.ratio(values[:, index, 1, -1], sizes[:, -1])
             positions = f"tokens_{edges[-2]}-{edges[-1]}"
-            yield _row(f"{at}/kl/{name}/{positions}", late, "nats/token", "lower")
+            yield make_row(f"{at}/kl/{name}/{positions}", late, "nats/token", "lower")
 
 
 def _perplexity(name: str, negative_log_p: np.ndarray, tokens: np.ndarray) -> Row:
     loss = statistics.ratio(negative_log_p, tokens)
     value, low, high = (math.exp(bound) for bound in (loss.value, loss.low, loss.high))
-    return _row(name, statistics.Estimate(value, low, high, loss.n), "perplexity", "lower")
+    return make_row(name, statistics.Estimate(value, low, high, loss.n), "perplexity", "lower")
 
 
 def needle_rows(
@@ -291,9 +287,9 @@ def _needle_rows(
     setting: Setting,
 ) -> Iterator[Row]:
     right, likely = scores.pop("dense")
-    yield _row(f"{prefix}/100%/{task}/dense", statistics.mean(right[0]), "share", "higher")
+    yield make_row(f"{prefix}/100%/{task}/dense", statistics.mean(right[0]), "share", "higher")
     estimate = statistics.mean(likely[0])
-    yield _row(f"{prefix}/100%/{task}_log_p/dense", estimate, "nats/value", "higher")
+    yield make_row(f"{prefix}/100%/{task}_log_p/dense", estimate, "nats/value", "higher")
     for name, (right, likely) in scores.items():
         for index, label in enumerate(setting.labels):
             at = f"{prefix}/{label}"
@@ -302,6 +298,6 @@ def _needle_rows(
                 rows[f"{task}_over_sparse"] = right[index] - scores["sparse"][0][index]
             for meter, values in rows.items():
                 estimate = statistics.mean(values)
-                yield _row(f"{at}/{meter}/{name}", estimate, "share", "higher")
+                yield make_row(f"{at}/{meter}/{name}", estimate, "share", "higher")
             estimate = statistics.mean(likely[index])
-            yield _row(f"{at}/{task}_log_p/{name}", estimate, "nats/value", "higher")
+            yield make_row(f"{at}/{task}_log_p/{name}", estimate, "nats/value", "higher")
