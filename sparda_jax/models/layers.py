@@ -83,7 +83,7 @@ class Importance(nnx.Module):
         v = gather_over_model(v, 2)
         values = v.reshape(*v.shape[:2], -1).astype(jnp.float32)
         x = jnp.matmul(values, self.delta.kernel[...], precision=jax.lax.Precision.HIGHEST)
-        # log(1 + e^x) without overflow, and without a nested jit (see `MLP`).
+        # log(1 + e^x) without overflow.
         softplus = jnp.maximum(x, 0) + jax.lax.log1p(jax.lax.exp(-jax.lax.abs(x)))
         return self.scale[...] * softplus
 
