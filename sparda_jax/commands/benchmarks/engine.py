@@ -135,7 +135,7 @@ def _prefill(arguments: argparse.Namespace) -> None:
 SERVING_NOTES = (
     "Random weights and tokens, greedy, answers of a fixed length; sparda, KV in a host pool. "
     "saturated: all requests there at once, one prompt at a time prefilled between decode calls; "
-    "load0.5: Poisson arrivals at half that request rate, times from the arrival on. token: from "
+    "loadX: Poisson arrivals at X times that request rate, from the arrival on. token: from "
     "the first to the last token, for each after the first; piece_gap: between two decode calls' "
     "tokens. prefix: two questions about one document, time to first token. offline: as many "
     "prompts as rows in one batch through Engine.generate, prefill and decode, no compile time."
