@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from host_offload import memory, overlap
@@ -227,7 +226,7 @@ class BlockGeneration:
         aligned = engine.put(np.array(plan.aligned, np.int32))
         sampling = SamplingState(**engine.put(sampling_fields(self._requests)))
         make = programs.plain(
-            _empty,
+            prefill.empty_caches,
             shape=plan.cache_shape,
             layers=engine.model.config.num_layers,
             size=engine.model.config.hidden_size,
@@ -391,10 +390,3 @@ class BlockGeneration:
             reason: FinishReason = "failed" if self._failed[row] else "interrupted"
             results.append(RequestResult(len(prompt), tokens, self._ended.get(row, reason)))
         return results
-
-
-def _empty(
-    *, shape: tuple[int, ...], layers: int, size: int, dtype: jnp.dtype
-) -> tuple[tuple[LayerKV, ...], jax.Array]:
-    caches = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
-    return caches, jnp.zeros((shape[0], size), dtype)

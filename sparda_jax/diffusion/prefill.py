@@ -17,6 +17,21 @@ from sparda_jax.models.rope import RopeTable, rope_rows
 from sparda_jax.typing import Array, Float, Int
 
 
+def empty_caches(
+    *, shape: tuple[int, ...], layers: int, size: int, dtype: jnp.dtype
+) -> tuple[tuple[LayerKV, ...], Float[Array, "B D"]]:
+    """What `prefill_chunk` begins with: caches of this shape, one a layer, and `last`.
+
+    Args:
+        shape: `[B, K, M, 2, P, H]`.
+        layers: L.
+        size: D.
+        dtype: of both.
+    """
+    caches = tuple(jnp.zeros(shape, dtype) for _ in range(layers))
+    return caches, jnp.zeros((shape[0], size), dtype)
+
+
 def prefill_chunk(
     model: Decoder,
     rope: RopeTable,

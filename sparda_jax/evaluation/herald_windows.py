@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparda_jax.config import SamplingParams
-from sparda_jax.diffusion import prefill
 from sparda_jax.diffusion.config import DenoiseParams, diffusion_of
 from sparda_jax.evaluation import herald_meters as meters
 from sparda_jax.evaluation.language import score_tokens
 from sparda_jax.herald import device_selection, forward
 from sparda_jax.herald import layout as layouts
+from sparda_jax.herald.admission import finished, whole_caches
 from sparda_jax.herald.config import Budget, HeraldConfig
 from sparda_jax.herald.engine import HeraldEngine
 from sparda_jax.herald.layerwise import OnDevice, Rows, Source, hidden_rows, run_layers
@@ -120,17 +120,10 @@ class Windows:
     def _prefill(self, chunk: int) -> tuple[jax.Array, ...]:
         engine, layout = self._engines["all"], self._layout
         batch, length = self.tokens.shape
-        size = engine.model.config.hidden_size
-        caches, last = engine.run_plain(layouts.empty_caches, layout=layout, batch=batch, size=size)
         padded = np.zeros((batch, layout.cache[1] * layout.cache[3]), np.int32)
         padded[:, :length] = self.tokens
         aligned = engine.put(np.full(batch, length, np.int32))
-        for at in range(0, padded.shape[1], chunk):
-            part, start = engine.put((padded[:, at : at + chunk], np.int32(at)))
-            arguments = engine.rope, part, start, aligned, caches, last
-            caches, last = engine.run(prefill.prefill_chunk, *arguments, donate=(5, 6))
-        filled: tuple[jax.Array, ...] = caches
-        return filled
+        return finished(whole_caches(engine, layout, padded, aligned, chunk))[0]
 
     def at(self, start: int, masked: np.ndarray) -> None:
         """Goes to the block at a position; `masked [B, W]` of its tokens are masks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ from sparda_jax.herald.state import HeraldState, Pool
 if TYPE_CHECKING:
     from sparda_jax.herald.engine import HeraldEngine
 
+_Result = TypeVar("_Result")
+
 
 @dataclasses.dataclass(frozen=True)
 class Admitted:
@@ -46,12 +48,16 @@ def admitted(
     engine: HeraldEngine, layout: Layout, plan: BlockPlan, request: Request, span: Span
 ) -> Admitted:
     """`admitting`, all at once."""
-    work = admitting(engine, layout, plan, request, span)
+    return finished(admitting(engine, layout, plan, request, span))
+
+
+def finished(work: Generator[Any, None, _Result]) -> _Result:
+    """What work in units returns at its end."""
     while True:
         try:
             next(work)
         except StopIteration as end:
-            found: Admitted = end.value
+            found: _Result = end.value
             return found
 
 
@@ -98,24 +104,49 @@ def _prefilled(
     engine: HeraldEngine, layout: Layout, plan: BlockPlan, request: Request
 ) -> Generator[jax.Array, None, tuple[LayerKV, ...]]:
     """Whole caches of a prompt; the request gains the token that they hand over, if they do."""
-    size = engine.model.config.hidden_size
-    caches, last = engine.run_plain(layouts.empty_caches, layout=layout, batch=1, size=size)
-    aligned = engine.put(np.array([request.aligned], np.int32))
     facts, _ = diffusion_of(engine.model.config)
     padded = -(-request.aligned // plan.chunk) * plan.chunk
-    if padded == 0:
-        return caches
     tokens, _ = pad_prompts([request.prompt[: request.aligned]], padded)
-    for at in range(0, padded, plan.chunk):
-        part, start = engine.put((tokens[:, at : at + plan.chunk], np.int32(at)))
-        arguments = engine.rope, part, start, aligned, caches, last
-        caches, last = engine.run(prefill.prefill_chunk, *arguments, donate=(5, 6))
-        yield engine.run_plain(first_value, last)
+    aligned = engine.put(np.array([request.aligned], np.int32))
+    caches, last = yield from whole_caches(engine, layout, tokens, aligned, plan.chunk)
     if facts.logit_shift and request.aligned == len(request.prompt):
         sampling = engine.put(block_fields(request).sampling)
         drawn = engine.run(prefill.first_handover, last, aligned, sampling)
         request.gain([int(jax.device_get(drawn)[0])])
     return caches
+
+
+def whole_caches(
+    engine: HeraldEngine, layout: Layout, tokens: np.ndarray, aligned: jax.Array, chunk: int
+) -> Generator[jax.Array, None, tuple[tuple[LayerKV, ...], jax.Array]]:
+    """Prefills prompts, a chunk after the other.
+
+    Args:
+        engine: its programs.
+        layout: shape of the caches.
+        tokens: `[B, T]`, padded to whole chunks.
+        aligned: whole diffusion blocks of each prompt, tokens.
+        chunk: tokens of a call.
+
+    Yields:
+        After each chunk an array that is there when it is done.
+
+    Returns:
+        All layers' KV, and the hidden states of each prompt's last token in a whole block.
+    """
+    caches, last = engine.run_plain(
+        prefill.empty_caches,
+        shape=(len(tokens), *layout.cache),
+        layers=layout.layers,
+        size=engine.model.config.hidden_size,
+        dtype=layout.dtype,
+    )
+    for at in range(0, tokens.shape[1], chunk):
+        part, start = engine.put((tokens[:, at : at + chunk], np.int32(at)))
+        arguments = engine.rope, part, start, aligned, caches, last
+        caches, last = engine.run(prefill.prefill_chunk, *arguments, donate=(5, 6))
+        yield engine.run_plain(first_value, last)
+    return caches, last
 
 
 def _first_pools(

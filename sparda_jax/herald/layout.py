@@ -113,12 +113,6 @@ def empty_pool(*, layout: Layout, batch: int) -> Pool:
     return Pool(jnp.zeros(layout.pool(batch), layout.dtype), jnp.zeros(batch, jnp.int32))
 
 
-def empty_caches(*, layout: Layout, batch: int, size: int) -> tuple[tuple[LayerKV, ...], jax.Array]:
-    """Whole caches of all layers, and the hidden states, of so many channels, prefill leaves."""
-    caches = tuple(jnp.zeros((batch, *layout.cache), layout.dtype) for _ in range(layout.layers))
-    return caches, jnp.zeros((batch, size), layout.dtype)
-
-
 def as_slots(kv: Float[Array, "B K 2 R H"], *, size: int) -> Float[Array, "B K Z 2 P H"]:
     """Rows as the host sends them, in slots of `size`, as attention reads them."""
     slots = kv.reshape(*kv.shape[:3], -1, size, kv.shape[-1])
