@@ -151,7 +151,7 @@ def run(
             None: `BlockEngine`'s.
 
     Raises:
-        FloatingPointError: logits that are not finite.
+        FloatingPointError: logits that are not finite, or requests that were given up.
     """
     model = diffusion_model(args.model, model, args.adapter)
     rule = denoise_settings(args, model)
@@ -163,8 +163,6 @@ def run(
         )
     texts = Texts(tokenizer, len(prompts), requests[0].stop_token_ids, args.stop)
     finished = stream_blocks(generation, texts, args.json)
-    for number, error in generation.errors.items():
-        note(f"request {number}: {error}")
     results, report = generation.results(), generation.report
     written = ["".join(parts) for parts in texts.parts]
     if args.json:
@@ -176,9 +174,9 @@ def run(
             for row, (text, result) in enumerate(zip(written, results, strict=True)):
                 print(f"[{row}] ({result.finish_reason}) {text}")
         print("\n" + "\n".join(report.summary()), flush=True)
-    failed = [row for row, result in enumerate(results) if result.finish_reason == "failed"]
-    if failed:
-        raise FloatingPointError(f"logits of request {failed[0]} are not finite (NaN or infinity)")
+    if generation.errors:
+        failed = [f"request {number}: {error}" for number, error in generation.errors.items()]
+        raise FloatingPointError("; ".join(failed))
     return 0 if finished else EXIT_INTERRUPTED
 
 

@@ -380,8 +380,9 @@ class BlockGeneration:
 
     @property
     def errors(self) -> dict[int, str]:
-        """By request, what went wrong beside the device: all is on it, so nothing."""
-        return {}
+        """By request, what went wrong."""
+        failed = np.flatnonzero(self._failed).tolist()
+        return {row: "logits are not finite" for row in failed if row not in self._ended}
 
     def results(self) -> list[RequestResult]:
         """The requests as they stand; unfinished ones count as interrupted."""

@@ -121,6 +121,8 @@ def test_batched_equals_alone_bit_for_bit(family):
         for _ in generation:
             pass
         cache = np.asarray(generation.state.layers[-1])[1, :, 0, :, :24]
+        reasons = [result.finish_reason for result in generation.results()]
+        assert list(generation.errors) == [i for i, why in enumerate(reasons) if why == "failed"]
         return generation.results(), cache, generation.report.narrow_forwards
 
     def idle(generation):
