@@ -14,7 +14,7 @@ import numpy as np
 from host_offload import memory, overlap
 from host_offload.host_pool import HostPool
 from sparda_jax.config import EngineConfig, SamplingParams, SparseConfig
-from sparda_jax.engine import decode, prefill, spmd
+from sparda_jax.engine import decode, spmd
 from sparda_jax.engine.batch import Batch, Gain
 from sparda_jax.engine.choosers import (
     ForecastAhead,
@@ -26,17 +26,12 @@ from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.placement import Estimate, estimate
 from sparda_jax.engine.plan import BatchPlan, check_memory, check_settings, plan_batch
 from sparda_jax.engine.programs import Program, Programs
-from sparda_jax.engine.prompts import Progress, PromptRun
+from sparda_jax.engine.prompts import Progress, PromptRun, first_tokens
 from sparda_jax.engine.report import FinishReason, Report, RequestResult
 from sparda_jax.engine.rows import Rows
 from sparda_jax.engine.service import SchedulerConfig
 from sparda_jax.engine.serving import Serving
-from sparda_jax.engine.state import (
-    DecodeState,
-    LayerCache,
-    SamplingState,
-    sampling_fields,
-)
+from sparda_jax.engine.state import DecodeState, LayerCache
 from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.models.rope import RopeTable, rope_table
@@ -309,23 +304,13 @@ class Generation:
     def _first_token(
         self, x: jax.Array, lengths: jax.Array, layers: tuple[LayerCache, ...]
     ) -> None:
-        engine, count = self._engine, self.plan.batch
-        fields = {
-            "last_token": np.zeros(count, np.int32),
-            "active": np.ones(count, bool),
-            "failed": np.zeros(count, bool),
-            "remaining": np.array([r.max_new_tokens for r in self._requests], np.int32),
-        }
-        sampling = SamplingState(**engine.put(sampling_fields(self._requests)))
-        state = DecodeState(lengths=lengths, sampling=sampling, layers=(), **engine.put(fields))
-        run = engine.programs.on_model(prefill.first_token, top_logprobs=engine.config.top_logprobs)
-        state, *drawn = run(engine.parameters.arrays, x, state)
+        state, drawn = first_tokens(self._engine, x, lengths, self._requests)
         state = dataclasses.replace(state, layers=layers)
-        self.batch = Batch(engine, self.plan, state, self.pool, self.report)
+        self.batch = Batch(self._engine, self.plan, state, self.pool, self.report)
         self.batch.look([request.logprobs for request in self._requests])
         # As the outputs of a call of one step.
         drawn = jax.tree.map(lambda leaf: leaf[None], jax.device_get(drawn))
-        self._first = self.batch.gains(np.arange(count), *drawn)
+        self._first = self.batch.gains(np.arange(self.plan.batch), *drawn)
 
     @property
     def state(self) -> DecodeState | None:

@@ -9,10 +9,18 @@ import jax
 import numpy as np
 
 from host_offload.host_pool import HostPool
+from sparda_jax.config import SamplingParams
 from sparda_jax.engine import prefill
 from sparda_jax.engine.choosers import InfiniGenAhead
 from sparda_jax.engine.plan import BatchPlan, pad_prompts
-from sparda_jax.engine.state import DenseCache, LayerCache, SparseCache
+from sparda_jax.engine.state import (
+    DecodeState,
+    DenseCache,
+    LayerCache,
+    SamplingState,
+    SparseCache,
+    sampling_fields,
+)
 
 if TYPE_CHECKING:
     from sparda_jax.engine.generate import Engine
@@ -156,3 +164,41 @@ class PromptRun:
             prefill.empty_slots, shape=shape, dtype=kv.dtype, selected=plan.selected
         )
         return SparseCache(*empty(), *rest)
+
+
+def first_tokens(
+    engine: Engine,
+    x: jax.Array,
+    lengths: jax.Array,
+    requests: Sequence[SamplingParams],
+    *,
+    width: int | None = None,
+    pages: np.ndarray | None = None,
+) -> tuple[DecodeState, list[Any]]:
+    """Draws the first token of each prompt that went through all layers.
+
+    Args:
+      engine: its programs, parameters and settings.
+      x: hidden states after the last layer.
+      lengths: of the prompts.
+      requests: settings of each.
+      width: see `sampling_fields`.
+      pages: see `DecodeState`.
+
+    Returns:
+      The state, without caches; and of each request the token, whether it was emitted, and how
+      likely it was.
+    """
+    count = len(requests)
+    fields = {
+        "last_token": np.zeros(count, np.int32),
+        "active": np.ones(count, bool),
+        "failed": np.zeros(count, bool),
+        "remaining": np.array([request.max_new_tokens for request in requests], np.int32),
+        "pages": pages,
+    }
+    sampling = SamplingState(**engine.put(sampling_fields(requests, width=width)))
+    state = DecodeState(lengths=lengths, sampling=sampling, layers=(), **engine.put(fields))
+    run = engine.programs.on_model(prefill.first_token, top_logprobs=engine.config.top_logprobs)
+    state, *drawn = run(engine.parameters.arrays, x, state)
+    return state, drawn

@@ -13,13 +13,13 @@ import numpy as np
 from host_offload import memory
 from host_offload.paged_pool import PagedPool
 from sparda_jax.config import SamplingParams
-from sparda_jax.engine import prefill
 from sparda_jax.engine.batch import Batch, Gain
 from sparda_jax.engine.capacity import check_rows, pool_pages
 from sparda_jax.engine.holdings import Holdings, Place
 from sparda_jax.engine.pages import Pages
 from sparda_jax.engine.places import Admission, Total
 from sparda_jax.engine.plan import BatchPlan, check_request, plan_sizes
+from sparda_jax.engine.prompts import first_tokens
 from sparda_jax.engine.report import Report
 from sparda_jax.engine.row_state import empty_layer, insert_row, read_blocks, read_tokens
 from sparda_jax.engine.state import (
@@ -105,6 +105,7 @@ class Rows(Batch):
             "active": np.zeros(batch, bool),
             "failed": np.zeros(batch, bool),
             "remaining": np.zeros(batch, np.int32),
+            "pages": None if self.pages is None else self.pages.of(range(batch)),
         }
         layers, resident = [], dataclasses.replace(plan, slots=0)
         for index in range(len(engine.layers)):
@@ -118,8 +119,6 @@ class Rows(Batch):
                 dtype=engine.model.dtype,
             )
             layers.append(make())
-        if self.pages is not None:
-            fields["pages"] = self.pages.of(range(batch))
         sampling = SamplingState(**engine.put(sampling_fields(nobody, width=self._stop_width)))
         return DecodeState(sampling=sampling, layers=tuple(layers), **engine.put(fields))
 
@@ -262,21 +261,10 @@ class Rows(Batch):
         store = self._storing(row, known, len(tokens), capacity)
         prompt = Prompt(tokens, known, past, capacity, store)
         x, lengths, layers = yield from run_prompt(engine, prompt, self.chunk)
-        fields = {
-            "last_token": np.zeros(1, np.int32),
-            "active": np.ones(1, bool),
-            "failed": np.zeros(1, bool),
-            "remaining": np.array([request.max_new_tokens], np.int32),
-        }
-        if self.pages is not None:
-            fields["pages"] = self.pages.of([row])
-        fields = engine.put(fields)
-        sampling = SamplingState(**engine.put(sampling_fields([request], width=self._stop_width)))
-        one = DecodeState(lengths=lengths, sampling=sampling, layers=(), **fields)
-        first = engine.programs.on_model(
-            prefill.first_token, top_logprobs=engine.config.top_logprobs
+        pages = None if self.pages is None else self.pages.of([row])
+        one, drawn = first_tokens(
+            engine, x, lengths, [request], width=self._stop_width, pages=pages
         )
-        one, *drawn = first(engine.parameters.arrays, x, one)
         insert = engine.programs.plain(insert_row, donate=(0,))
         self.state = insert(self.state, one, layers, at)
         drawn, active, failed = jax.device_get((drawn, one.active, one.failed))
