@@ -20,7 +20,13 @@ _logger = logging.getLogger("sparda_jax")
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Time of one call, in microseconds: median, 10th and 90th percentile, repetitions."""
+    """What was measured, in the unit of its row.
+
+    Attributes:
+        median: of the repetitions; of an estimate, its value.
+        spread: 10th and 90th percentile (`time_calls`), range (`of`) or interval of confidence.
+        n: repetitions, or what an estimate was made from.
+    """
 
     median: float
     spread: tuple[float, float]
@@ -44,7 +50,7 @@ class Row:
     Attributes:
         name: path of the measurement, as in "pool_attention/W1/B32".
         timing: what was measured, already in ``unit``.
-        unit: "us", "GB/s" or "TFLOP/s".
+        unit: "us", "tok/s", "share", ...
         better: whether lower or higher values are better.
         target: what the issue asks for, if it does.
         of_roofline: share of the bound named in the file's notes.
@@ -168,7 +174,7 @@ def _in_turn(
 
 
 def time_calls(call: Callable[[], Any], *, calls: int, repetitions: int) -> Timing:
-    """Wall-clock time per call of a program that makes ``calls`` of them, warm.
+    """Microseconds on a wall clock per call of a program that makes ``calls`` of them, warm.
 
     Several runs of the program are queued at once, so that the host's dispatch of one hides
     behind the one before.
