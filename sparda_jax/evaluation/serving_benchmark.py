@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 import numpy as np
 
-from sparda_jax.config import SamplingParams
+from sparda_jax.config import EngineConfig, ModelConfig, SamplingParams, SparseConfig
 from sparda_jax.engine.generate import Engine
+from sparda_jax.engine.plan import plan_sizes
 from sparda_jax.engine.requests import Handle
 from sparda_jax.engine.scheduler import Scheduler
 from sparda_jax.engine.service import SchedulerConfig
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
+from sparda_jax.forecast.projection import Forecast
+from sparda_jax.models.decoder import Decoder
 
 Say = Callable[[str], None]
 ATTEMPTS = 3  # documents asked about, after one that compiles
@@ -50,6 +55,34 @@ class Load:
     def length(self) -> int:
         """Tokens that a row must be able to hold."""
         return max(self.prompt + self.answer, self.document + 256 if self.document else 0)
+
+
+def random_engine(shape: ModelConfig, sparse: SparseConfig, load: Load, chunk: int) -> Engine:
+    """Random weights, bfloat16, mode "sparda", KV in a host pool of just the pages that are needed.
+
+    Those are the blocks of a prompt and its answer in every row, or of two of the longest requests.
+
+    Args:
+        shape: of the model.
+        sparse: selection rules.
+        load: what arrives.
+        chunk: tokens of a prefill chunk.
+    """
+    size, dtype = sparse.geometry.block_size, jnp.dtype("bfloat16")
+    config = EngineConfig(
+        mode="sparda", offload="host", prefill_chunk=chunk, max_length=load.length
+    )
+    row = -(-(load.prompt + load.answer) // chunk) * chunk // size
+    blocks = max(load.rows * row, 2 * -(-load.length // size))
+    pool = plan_sizes(
+        shape, sparse, config, batch=1, padded_length=0, num_blocks=blocks, dtype=dtype
+    )
+    return Engine(
+        Decoder.random(shape, dtype=dtype),
+        sparse=sparse,
+        config=dataclasses.replace(config, host_kv_bytes=pool.host_kv_bytes),
+        forecast=Forecast.random(shape, dtype=dtype),
+    )
 
 
 @dataclass

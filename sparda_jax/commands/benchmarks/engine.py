@@ -143,16 +143,9 @@ SERVING_NOTES = (
 
 
 def _serving(arguments: argparse.Namespace) -> None:
-    import jax.numpy as jnp
-
-    from sparda_jax.config import EngineConfig, ModelConfig
-    from sparda_jax.engine.generate import Engine
+    from sparda_jax.config import ModelConfig
     from sparda_jax.evaluation import serving_benchmark
-    from sparda_jax.forecast.projection import Forecast
-    from sparda_jax.models.decoder import Decoder
 
-    shape, dtype = ModelConfig.preset(arguments.model), jnp.dtype("bfloat16")
-    sparse = _sparse(arguments)
     load = serving_benchmark.Load(
         prompt=arguments.context,
         answer=arguments.answer,
@@ -164,23 +157,8 @@ def _serving(arguments: argparse.Namespace) -> None:
         document=arguments.document,
         offline=arguments.offline,
     )
-    size = sparse.geometry.block_size
-    block = 2 * shape.num_layers * shape.num_kv_heads * size * shape.head_dim * dtype.itemsize
-    row = -(-(load.prompt + load.answer) // arguments.chunk) * arguments.chunk // size
-    blocks = max(load.rows * row, 2 * -(-load.length // size))
-    config = EngineConfig(
-        mode="sparda",
-        offload="host",
-        prefill_chunk=arguments.chunk,
-        max_length=load.length,
-        host_kv_bytes=blocks * block,
-    )
-    engine = Engine(
-        Decoder.random(shape, dtype=dtype),
-        sparse=sparse,
-        config=config,
-        forecast=Forecast.random(shape, dtype=dtype),
-    )
+    shape = ModelConfig.preset(arguments.model)
+    engine = serving_benchmark.random_engine(shape, _sparse(arguments), load, arguments.chunk)
     rows = serving_benchmark.rows(engine, load, f"serving/{arguments.model}", note)
     publish(arguments, rows, SERVING_NOTES)
 
