@@ -126,10 +126,9 @@ def rows(model: ModelConfig, plan: HostPlan, prefix: str) -> Iterator[Row]:
     """
     host = _Host(model, plan)
 
-    def rate(name: str, count: float, times: list[float], **fields: float | None) -> Row:
-        speeds = Timing.of([count / seconds / 1e9 for seconds in times])
-        bound, target = fields.get("bound"), fields.get("target")
-        share = speeds.median / bound if bound else None
+    def rate(name: str, size: float, times: list[float], read: float | None = None) -> Row:
+        speeds = Timing.of([size / seconds / 1e9 for seconds in times])
+        target, share = (SHARE_OF_READ * read, speeds.median / read) if read else (None, None)
         return Row(f"{prefix}/{name}", speeds, "GB/s", "higher", target=target, of_roofline=share)
 
     read = 0.0
@@ -144,15 +143,15 @@ def rows(model: ModelConfig, plan: HostPlan, prefix: str) -> Iterator[Row]:
         for workers in plan.workers:
             times = _scan(host, workers, quantised)
             name, size = f"scan/{kind}/threads{workers}", host.key_bytes(quantised)
-            row = rate(name, size, times, bound=read, target=SHARE_OF_READ * read)
+            row = rate(name, size, times, read)
             best[quantised] = max(best.get(quantised, (0.0, 0)), (row.timing.median, workers))
             yield row
         workers = best[quantised][1]
-        with _copies(host) as copied:
+        with _Copies(host) as copied:
             times = _scan(host, workers, quantised)
             beside = copied()
         name = f"scan_beside_copies/{kind}/threads{workers}"
-        row = rate(name, host.key_bytes(quantised), times, bound=read, target=SHARE_OF_READ * read)
+        row = rate(name, host.key_bytes(quantised), times, read)
         yield dataclasses.replace(row, details={"copies_gb_s": beside / 1e9})
     workers = best[False][1]
     for run in plan.runs:
@@ -191,7 +190,8 @@ def _gather(host: _Host, run: int, workers: int) -> tuple[float, list[float]]:
 
     def gather(layer: int, row: int) -> None:
         if not hasattr(places, "out"):
-            places.out = memory.host_view(pinned_zeros(size, shape.dtype, host.device))
+            places.array = pinned_zeros(size, shape.dtype, host.device)  # the view does not keep it
+            places.out = memory.host_view(places.array)
         host.store.gather(layer, row, ids, places.out, _GRANULE, run)
 
     moved = shape.layers * shape.batch * shape.heads * count * 2 * shape.width * 2
@@ -247,7 +247,7 @@ def measured(rows: Sequence[Mapping[str, Any]], machine: Machine) -> Machine:
     return dataclasses.replace(machine, **best)
 
 
-class _copies:
+class _Copies:
     """Copies from pinned memory to the device, one after the other, while the context lasts."""
 
     def __init__(self, host: _Host):
