@@ -20,6 +20,7 @@ import numpy as np
 from sparda_jax.config import SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.evaluation import herald_quality, herald_selection, needles
+from sparda_jax.evaluation.agreement import equal_share
 from sparda_jax.evaluation.herald_quality import Scores
 from sparda_jax.evaluation.herald_windows import QualityPlan, Windows
 from sparda_jax.evaluation.kernel_benchmarks.harness import Row, Timing
@@ -199,10 +200,9 @@ def _generation(
         tokens = [result.tokens for result in results]
         dense = dense or tokens
         prefix = f"herald_quality/generation/{plan.length}/{name}"
-        count = sum(told.steps.values())
-        steps = sum(steps * number for steps, number in told.steps.items()) / count
+        steps, count = told.steps_per_block, told.blocks
         yield Row(f"{prefix}/steps", Timing.exact(steps, count), "forwards", "lower")
-        same = [np.mean(np.array(a) == np.array(b)) for a, b in zip(tokens, dense, strict=True)]
+        same = [equal_share([a], [b]) for a, b in zip(tokens, dense, strict=True)]
         yield make_row(f"{prefix}/tokens_as_dense", mean(np.array(same)), "share", "higher")
         if told.drafted:
             agreement = Timing.exact(told.draft_agreement, told.drafted)
