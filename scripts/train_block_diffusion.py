@@ -7,6 +7,7 @@ The same command goes on with a run that was stopped.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -84,8 +85,6 @@ def settings(args: argparse.Namespace) -> Any:
 
 def with_model_facts(args: argparse.Namespace, config: Any, facts: Any) -> Any:
     """The mask token and the shift of a model that is one of block diffusion already."""
-    import dataclasses
-
     if facts is None:
         return config
     diffusion = config.diffusion
@@ -100,8 +99,6 @@ def with_model_facts(args: argparse.Namespace, config: Any, facts: Any) -> Any:
 def run(args: argparse.Namespace) -> int:
     # Settings first: a mistake in them should not wait for the weights.
     config = settings(args)
-    import dataclasses
-
     from sparda_jax.diffusion.files import read_adapter, save_adapter
     from sparda_jax.diffusion.training import BlockTrainer
 
