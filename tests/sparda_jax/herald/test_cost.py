@@ -11,10 +11,13 @@ from host_offload.cpu_selection import SelectionRule
 from sparda_jax.config import ModelConfig, SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams
 from sparda_jax.evaluation.herald_benchmark import Variant
-from sparda_jax.evaluation.herald_host_benchmark import measured
+from sparda_jax.evaluation.herald_host_benchmark import HostPlan, measured
+from sparda_jax.evaluation.herald_host_benchmark import rows as host_rows
 from sparda_jax.herald.config import Budget, HeraldConfig
 from sparda_jax.herald.cost import H200, Workload, choose_mode
 from sparda_jax.herald.requests import Request
+
+from .conftest import make_model
 
 SDAR = ModelConfig.preset("sdar-8b-chat-b32")
 CAPPED = dataclasses.replace(H200, device_bytes=80e9)
@@ -126,3 +129,16 @@ def test_measured_rates_take_the_place_of_assumed_ones():
         {"name": "herald_host/x/32K/gather/run4/threads16", "median": 40.0},
     ]
     assert measured(rows, H200) == dataclasses.replace(H200, scan_rate=70e9)
+
+
+def test_host_benchmark_runs_to_its_end():
+    plan = HostPlan(context=320, batch=2, layers=1, workers=(2,), runs=(4,), repetitions=2)
+    found = {row.name: row.timing.median for row in host_rows(make_model().config, plan, "h")}
+    kinds = ("bf16", "int8")
+    assert list(found) == [
+        "h/read/threads2",
+        *(f"h/{what}/{kind}/threads2" for kind in kinds for what in ("scan", "scan_beside_copies")),
+        "h/gather/run4/threads2",
+        *(f"h/retrieval/{kind}/run4/threads2" for kind in kinds),
+    ]
+    assert all(0 < value < float("inf") for value in found.values())
