@@ -10,6 +10,7 @@ import numpy as np
 
 from sparda_jax.config import ModelConfig, SamplingParams
 from sparda_jax.diffusion.config import DenoiseParams, diffusion_of
+from sparda_jax.engine.plan import check_prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +151,7 @@ def plan_blocks(
     width, size = diffusion_of(config)[0].block_size, settings.kv_block
     canvas = 0
     for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-        if not len(prompt):
-            raise ValueError(f"prompt {row} is empty: at least one token is needed")
-        bad = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
-        if bad is not None:
-            raise ValueError(
-                f"prompt {row} holds token {bad}, outside the vocabulary of {config.vocab_size}"
-            )
+        check_prompt(f"prompt {row}", prompt, config)
         needed = -(-(len(prompt) + request.max_new_tokens) // width) * width
         if needed > limit:
             raise ValueError(

@@ -127,6 +127,15 @@ def plan_batch(
     )
 
 
+def check_prompt(name: str, prompt: Sequence[int], model: ModelConfig) -> None:
+    """Raises ValueError for an empty prompt or a token outside the vocabulary, by its name."""
+    if len(prompt) == 0:
+        raise ValueError(f"{name} is empty: at least one token is needed")
+    bad = next((token for token in prompt if not 0 <= token < model.vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"{name} holds token {bad}, outside the vocabulary of {model.vocab_size}")
+
+
 def check_request(
     name: str, prompt: Sequence[int], request: SamplingParams, model: ModelConfig, limit: int
 ) -> None:
@@ -142,11 +151,7 @@ def check_request(
     Raises:
       ValueError: an empty prompt, a token outside the vocabulary, or a length beyond the limit.
     """
-    if len(prompt) == 0:
-        raise ValueError(f"{name} is empty: at least one token is needed")
-    bad = next((token for token in prompt if not 0 <= token < model.vocab_size), None)
-    if bad is not None:
-        raise ValueError(f"{name} holds token {bad}, outside the vocabulary of {model.vocab_size}")
+    check_prompt(name, prompt, model)
     total = len(prompt) + request.max_new_tokens
     if total > limit:
         raise ValueError(
