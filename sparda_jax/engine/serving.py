@@ -47,10 +47,6 @@ class Serving:
         self._scheduler = Scheduler(self, config, tokenizer)
         return self._scheduler
 
-    @property
-    def _serves(self) -> Scheduler:
-        return self._scheduler or self.serve()
-
     def submit(self, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Handle:
         """Accepts a request, or says why not; without `serve` before it, by the default settings.
 
@@ -59,13 +55,15 @@ class Serving:
             params: how to sample.
             **options: `stop`, `denoise`, `on_piece`, `on_end`; see `Scheduler.submit`.
         """
-        return self._serves.submit(prompt, params, **options)
+        scheduler = self._scheduler or self.serve()
+        return scheduler.submit(prompt, params, **options)
 
     def step(self) -> bool:
         """Some prefill, then one decode call for all running requests; whether any is left."""
-        return self._serves.step()
+        return self._scheduler is not None and self._scheduler.step()
 
     def drain(self) -> None:
         """Takes no more requests and returns when all accepted ones have ended."""
-        self._serves.drain()
-        self._scheduler = None
+        if self._scheduler is not None:
+            self._scheduler.drain()
+            self._scheduler = None
