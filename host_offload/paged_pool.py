@@ -19,9 +19,12 @@ def page_runs(pages: Int[Array, " Q"], num_heads: int) -> Int[Array, "Q K"]:
     return jnp.where(pages[:, None] < 0, -1, runs)
 
 
-def _write(pool: PoolLayer, kv: Float[Array, "1 K Q 2 P H"], pages: Int[Array, " Q"]) -> PoolLayer:
+def _write(
+    pool: PoolLayer, kv: Float[Array, "1 K M 2 P H"], first: Int[Array, ""], pages: Int[Array, " Q"]
+) -> PoolLayer:
+    some = jax.lax.dynamic_slice_in_dim(kv, first, pages.shape[0], axis=2)
     runs = page_runs(pages, kv.shape[1]).T  # as the blocks lie
-    return write_runs(pool, kv.reshape(-1, *kv.shape[3:]), runs.reshape(-1))
+    return write_runs(pool, some.reshape(-1, *kv.shape[3:]), runs.reshape(-1))
 
 
 def _write_tail(
@@ -34,9 +37,17 @@ def _write_tail(
     return write_runs(pool, filled_blocks(tail, targets), runs.reshape(-1))
 
 
-def _read(
+def read_pages(
     pool: PoolLayer, pages: Int[Array, " Q"], count: Int[Array, ""], *, dtype: str
 ) -> Float[Array, "1 K Q 2 P H"]:
+    """`PagedPool.read_pages` inside a program, which may have other work beside it.
+
+    Args:
+      pool: the layer.
+      pages: where each block is.
+      count: how many of them to copy; the rest is zero.
+      dtype: of the result.
+    """
     heads, number = pool.values.shape[1], pages.shape[0]
     block = pool.values.shape[3:]
     target = jnp.arange(number, dtype=jnp.int32)[:, None] + number * jnp.arange(
@@ -84,7 +95,7 @@ class PagedPool(HostPool):
         heads, size, width = block
         self._place = memory.device_sharding(device)
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
-        self._read = functools.partial(_read, dtype=jnp.dtype(compute_dtype).name)
+        self._read = functools.partial(read_pages, dtype=jnp.dtype(compute_dtype).name)
         shape = (pages, heads, 1, 2, size, width)
         empty = jax.jit(
             functools.partial(jnp.zeros, shape, compute_dtype), out_shardings=self._place
@@ -118,16 +129,21 @@ class PagedPool(HostPool):
         self._layers[index] = self._run(function, (layer, *args), places, donate_argnums=0)
 
     def write_pages(
-        self, index: int, kv: Float[Array, "1 K Q 2 P H"], pages: Int[Array, " Q"]
+        self,
+        index: int,
+        kv: Float[Array, "1 K M 2 P H"],
+        first: Int[Array, ""],
+        pages: Int[Array, " Q"],
     ) -> None:
-        """Writes blocks of one sequence of one layer, in place.
+        """Writes some blocks of one sequence of one layer, in place.
 
         Args:
           index: layer.
-          kv: the blocks, on the device.
+          kv: all its blocks, on the device.
+          first: the first of those that `pages` tells of; at most M - Q.
           pages: where each goes; -1: nowhere.
         """
-        self._update(_write, index, kv, pages)
+        self._update(_write, index, kv, first, pages)
 
     def read_pages(
         self, index: int, pages: Int[Array, " Q"], count: Int[Array, ""]

@@ -45,11 +45,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
+    import jax
+
     from sparda_jax.commands.benchmarks.publish import publish
     from sparda_jax.engine.scheduler import Scheduler
     from sparda_jax.engine.service import SchedulerConfig
     from sparda_jax.evaluation.serving_check import Soak, check_round, draw_requests, tiny_engine
 
+    # What follows a known prefix is cut otherwise than from scratch: float32, not TF32, must agree.
+    jax.config.update("jax_default_matmul_precision", "highest")
     engine = tiny_engine(args.mode, args.offload, LENGTH)
     limits = {"rows": args.rows, "queue": ROUND}
     together = Scheduler(engine, SchedulerConfig(prefill_seconds=2e-3, **limits))

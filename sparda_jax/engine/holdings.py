@@ -20,7 +20,7 @@ class Place:
 
     Attributes:
       row: its row, which has the pages that it needs.
-      known: leading tokens of its prompt whose KV is there, whole chunks.
+      known: leading tokens of its prompt whose KV is there, whole pieces.
       source: the row that holds it, this one or another; None: nothing is known.
     """
 
@@ -35,13 +35,13 @@ class Holdings:
     Args:
       engine: whose rows.
       batch: B.
-      chunk: tokens of a prefill chunk, whole blocks.
+      piece: tokens of the smallest piece of a prefill, whole blocks.
       pages: of the host pool; None: every row has its own memory.
       reuse: whether prompts that begin alike share what is known.
     """
 
-    def __init__(self, engine: Engine, batch: int, chunk: int, pages: Pages | None, reuse: bool):
-        self._engine, self._chunk, self._pages, self._reuse = engine, chunk, pages, reuse
+    def __init__(self, engine: Engine, batch: int, piece: int, pages: Pages | None, reuse: bool):
+        self._engine, self._piece, self._pages, self._reuse = engine, piece, pages, reuse
         self._size = engine.sparse.geometry.block_size
         self._free: collections.OrderedDict[int, None] = collections.OrderedDict.fromkeys(
             range(batch)
@@ -110,7 +110,7 @@ class Holdings:
         matched, rows = self._prefixes.find(prompt)
         lag = settled_lag(engine.sparse, engine.config, len(engine.layers)) if matched else 0
         # The last token is run in any case: its hidden state draws the first one.
-        known = max(min(matched - lag, len(prompt) - 1), 0) // self._chunk * self._chunk
+        known = max(min(matched - lag, len(prompt) - 1), 0) // self._piece * self._piece
         if not known:
             return 0, None
         return known, next((row for row in rows if row in self._free), rows[0])

@@ -106,10 +106,15 @@ class Programs:
         return self._get(self._model, function, donate, static, options)
 
     def on_layer(
-        self, function: Callable[..., Any], *, donate: Sequence[int] = (), **static: Any
+        self,
+        function: Callable[..., Any],
+        *,
+        donate: Sequence[int] = (),
+        options: Mapping[str, str | int] | None = None,
+        **static: Any,
     ) -> Program:
         """``function(layer, *args, **static)`` with a `DecoderLayer`: one for all layers."""
-        return self._get(self._layer, function, donate, static)
+        return self._get(self._layer, function, donate, static, options)
 
     def plain(
         self, function: Callable[..., Any], *, donate: Sequence[int] = (), **static: Any

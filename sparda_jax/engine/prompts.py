@@ -33,50 +33,60 @@ class Chunks:
 
     Args:
       engine: its programs, parameters and settings.
-      size: tokens of a chunk.
+      first: Forecast queries of all tokens for layer 0: a program of its parameters, RoPE, hidden
+        states and projection.
     """
 
-    def __init__(self, engine: Engine, size: int):
-        self._engine, self._size = engine, size
+    def __init__(self, engine: Engine, first: Callable[..., jax.Array]):
+        self._engine, self._first = engine, first
         self._forecast: jax.Array | None = None  # queries for the blocks of the layer at work
+        self._index = 0  # the layer at work
+        self._held: tuple[jax.Array, ...] = ()  # what its chunks look at
 
-    def advance(
-        self,
-        index: int,
-        x: jax.Array,
-        kv: jax.Array,
-        compressed: jax.Array,
-        lengths: jax.Array,
-    ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """A function of hidden states and a chunk's first token; returns the hidden states.
+    def enter(
+        self, index: int, x: jax.Array, kv: jax.Array, compressed: jax.Array, lengths: jax.Array
+    ) -> None:
+        """Begins a layer.
 
         Args:
-          index: layer; they follow one another.
-          x: hidden states of all tokens before the layer.
-          kv: the layer's blocks.
+          index: which; they follow one another.
+          x: hidden states of all tokens before it.
+          kv: its blocks.
           compressed: their compressed keys.
           lengths: tokens of each prompt.
         """
-        engine, programs, size = self._engine, self._engine.programs, self._size
-        sparse, rope, arrays = engine.sparse, engine.rope, engine.layers[index].arrays
+        engine = self._engine
+        self._index, self._held = index, (kv, compressed, lengths)
+        if engine.config.mode == "sparda" and index == 0:
+            arrays, kernel = engine.layers[0].arrays, engine.forecast_kernel(0)
+            self._forecast = self._first(arrays, engine.rope, x, kernel)
+
+    def advance(self, x: jax.Array, at: jax.Array, size: int) -> jax.Array:
+        """Hidden states with those of one chunk behind the layer; donates x.
+
+        Args:
+          x: hidden states of all tokens.
+          at: the chunk's first token.
+          size: its tokens.
+        """
+        engine, index = self._engine, self._index
+        arrays, rope = engine.layers[index].arrays, engine.rope
         if engine.config.mode != "sparda":
-            run = programs.on_layer(prefill.sparse_chunk, donate=(2,), size=size, sparse=sparse)
-            return lambda x, at: run(arrays, rope, x, at, kv, compressed, lengths)
-        if index == 0:
-            kernel = engine.forecast_kernel(0)
-            first = programs.on_layer(prefill.first_forecast, chunk=size)
-            self._forecast = first(arrays, rope, x, kernel)
+            own = (arrays, rope, x, at, *self._held)
+            advanced: jax.Array = self._run(prefill.sparse_chunk, (2,), size, own)
+            return advanced
         # The last layer has no next one; what its projection makes is not looked at.
         kernel = engine.forecast_kernel(min(index + 1, len(engine.layers) - 1))
-        look = programs.on_layer(prefill.forecast_chunk, donate=(2, 3), size=size, sparse=sparse)
+        args = (arrays, rope, x, self._forecast, at, kernel, *self._held)
+        x, self._forecast = self._run(prefill.forecast_chunk, (2, 3), size, args)
+        return x
 
-        def advance(x: jax.Array, at: jax.Array) -> jax.Array:
-            x, self._forecast = look(
-                arrays, rope, x, self._forecast, at, kernel, kv, compressed, lengths
-            )
-            return x
-
-        return advance
+    def _run(
+        self, function: Callable[..., Any], donate: tuple[int, ...], size: int, args: tuple
+    ) -> Any:
+        sparse = self._engine.sparse
+        run = self._engine.programs.on_layer(function, donate=donate, size=size, sparse=sparse)
+        return run(*args)
 
 
 class PromptRun:
@@ -90,7 +100,6 @@ class PromptRun:
 
     def __init__(self, engine: Engine, plan: BatchPlan, pool: HostPool | None):
         self._engine, self._plan, self._pool = engine, plan, pool
-        self._chunks: Chunks | None = None
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], progress: Progress | None
@@ -110,9 +119,10 @@ class PromptRun:
         chunk = min(engine.config.prefill_chunk, plan.padded_length)
         starts = [engine.put(np.int32(at)) for at in range(0, plan.padded_length, chunk)]
         total, layers = len(engine.layers) * len(starts), []
-        self._chunks = Chunks(engine, chunk)
+        first = engine.programs.on_layer(prefill.first_forecast, chunk=chunk)
+        chunks = Chunks(engine, first)
         for index in range(len(engine.layers)):
-            advance, cache = self._layer(index, x, lengths, chunk)
+            advance, cache = self._layer(index, x, lengths, chunk, chunks)
             for part, at in enumerate(starts):
                 x = advance(x, at)
                 if progress is not None:
@@ -124,7 +134,7 @@ class PromptRun:
         return x, lengths, layers
 
     def _layer(
-        self, index: int, x: jax.Array, lengths: jax.Array, chunk: int
+        self, index: int, x: jax.Array, lengths: jax.Array, chunk: int, chunks: Chunks
     ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], LayerCache]:
         """Computes a layer's KV; returns how to advance a chunk of x, and the cache for decode."""
         engine, programs, plan = self._engine, self._engine.programs, self._plan
@@ -140,8 +150,8 @@ class PromptRun:
         )
         kv, compressed = make(arrays, rope, x)
         cache = self._sparse_cache(index, kv, compressed, lengths)
-        assert self._chunks is not None
-        return self._chunks.advance(index, x, kv, compressed, lengths), cache
+        chunks.enter(index, x, kv, compressed, lengths)
+        return lambda x, at: chunks.advance(x, at, chunk), cache
 
     def _sparse_cache(
         self, index: int, kv: jax.Array, compressed: jax.Array, lengths: jax.Array

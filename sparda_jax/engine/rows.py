@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from sparda_jax.engine.batch import Batch, Gain
 from sparda_jax.engine.capacity import check_rows, pool_pages
 from sparda_jax.engine.holdings import Holdings, Place
 from sparda_jax.engine.pages import Pages
+from sparda_jax.engine.pieces import Pieces, capacities, piece_sizes
 from sparda_jax.engine.places import Admission, Total
 from sparda_jax.engine.plan import BatchPlan, check_request, plan_sizes
 from sparda_jax.engine.prompts import first_tokens
@@ -26,10 +26,9 @@ from sparda_jax.engine.state import (
     DecodeState,
     DenseCache,
     SamplingState,
-    SparseCache,
     sampling_fields,
 )
-from sparda_jax.engine.units import LayerKV, Prompt, capacities, run_prompt
+from sparda_jax.engine.units import Known, LayerKV, Prompt, Stored, run_prompt
 from sparda_jax.validation import require
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ class Rows(Batch):
 
     Attributes:
       max_length: tokens that a prompt and its answer may have together.
-      chunk: tokens of a prefill chunk, whole blocks.
       pages: of the host pool; None where the KV is resident.
 
     Raises:
@@ -63,15 +61,16 @@ class Rows(Batch):
         size = engine.sparse.geometry.block_size
         self._engine, self._stop_width = engine, stop_width
         self.max_length = max_length
-        self.chunk = -(-min(engine.config.prefill_chunk, max_length) // size) * size
-        self._capacities = capacities(self.chunk, max_length)
+        chunk = -(-min(engine.config.prefill_chunk, max_length) // size) * size
+        self._pieces = piece_sizes(chunk, size)
+        self._capacities = capacities(self._pieces, max_length)
         check_rows(self._plan, batch, engine.config, engine.device)
         plan = self._plan(batch)
         self.pages: Pages | None = None
         if plan.slots:
             count = pool_pages(plan, engine.config, engine.device)
             self.pages = Pages(count, batch, plan.num_blocks)
-        self.holdings = Holdings(engine, batch, self.chunk, self.pages, reuse)
+        self.holdings = Holdings(engine, batch, self._pieces[-1], self.pages, reuse)
         state, self._pool = self._empty_state(plan), self._empty_pool(plan)
         pool = self._pool
         scales = 0 if pool is None else pool.scale_bytes
@@ -251,16 +250,14 @@ class Rows(Batch):
         Returns:
           The first token, or none if its logits were not finite.
         """
-        row, known, source = place.row, place.known, place.source
-        engine = self._engine
+        row, first, engine = place.row, place.known, self._engine
         capacity = self.capacity(len(tokens))
         at = engine.put(np.int32(row))
-        past = None
-        if source is not None:
-            past = functools.partial(self._read, row, source, self.holdings.blocks(known), capacity)
-        store = self._storing(row, known, len(tokens), capacity)
-        prompt = Prompt(tokens, known, past, capacity, store)
-        x, lengths, layers = yield from run_prompt(engine, prompt, self.chunk)
+        pieces = Pieces.of(first, len(tokens), capacity, self._pieces)
+        known = None if place.source is None else self._known(place, capacity)
+        store = self._storing(row, first, len(tokens), capacity)
+        prompt = Prompt(tokens, pieces, known, capacity, store)
+        x, lengths, layers = yield from run_prompt(engine, prompt)
         pages = None if self.pages is None else self.pages.of([row])
         one, drawn = first_tokens(
             engine, x, lengths, [request], width=self._stop_width, pages=pages
@@ -271,33 +268,38 @@ class Rows(Batch):
         self.alternatives[row] = request.logprobs
         self.lengths[row] = len(tokens)
         self.active[row], self.failed[row] = active[0], failed[0]
-        self.report.prefill_tokens += len(tokens) - known
+        self.report.prefill_tokens += len(tokens) - first
         # As the outputs of a call of one step.
         return self.gain(row, *jax.tree.map(lambda leaf: leaf[None], drawn), column=0)
 
-    def _read(self, row: int, source: int, known: int, capacity: int, index: int) -> LayerKV:
-        """The first blocks of a layer of a row, from wherever they are.
+    def _known(self, place: Place, capacity: int) -> Known:
+        """The first blocks of a request's layers, wherever they are.
 
         Args:
-          row: whose pages they are in.
-          source: the row of the device's caches that they are in, where they are there.
-          known: how many blocks.
-          capacity: tokens of the result.
-          index: layer.
+          place: of the request: its row's pages have them, or the device's caches of the source.
+          capacity: tokens of the bucket.
         """
-        cache, engine = self.state.layers[index], self._engine
-        plain, count = engine.programs.plain, self.holdings.blocks(capacity)
-        if isinstance(cache, SparseCache) and cache.slot_blocks is not None:
-            assert self.pages is not None and self._pool is not None
-            pages = engine.put((self.pages.of([row])[0, :count], np.int32(known)))
-            return self._pool.read_pages(index, *pages)
-        at = engine.put(np.int32(source))
-        kv: LayerKV
-        if isinstance(cache, DenseCache):
-            kv = plain(read_tokens, count=capacity)(cache, at)
-        else:
-            kv = plain(read_blocks, count=count)(cache.blocks, at)
-        return kv
+        engine, count = self._engine, self.holdings.blocks(capacity)
+        assert place.source is not None
+        at, pages = engine.put(np.int32(place.source)), None
+        if self.pages is not None:
+            known = np.int32(self.holdings.blocks(place.known))
+            pages = engine.put((self.pages.of([place.row])[0, :count], known))
+
+        def stored(index: int) -> Stored | None:
+            layer = None if self._pool is None else self._pool.layers[index]
+            return None if layer is None or pages is None else (layer, *pages)
+
+        def kept(index: int) -> LayerKV:
+            cache = self.state.layers[index]
+            kv: LayerKV
+            if isinstance(cache, DenseCache):
+                kv = engine.programs.plain(read_tokens, count=capacity)(cache, at)
+            else:
+                kv = engine.programs.plain(read_blocks, count=count)(cache.blocks, at)
+            return kv
+
+        return Known(stored, kept)
 
     def _storing(
         self, row: int, known: int, length: int, capacity: int
@@ -306,15 +308,19 @@ class Rows(Batch):
         if self.pages is None:
             return lambda index, kv: False
         first, last, count = map(self.holdings.blocks, (known, length, capacity))
-        number = np.arange(count)
+        # As many as a bucket for the rest has, so few programs exist.
+        some = min(self.holdings.blocks(self.capacity(length - known)), count)
+        begin = min(first, count - some)
+        number = np.arange(begin, begin + some)
         needed = (number >= first) & (number < last)
-        pages = self._engine.put(np.where(needed, self.pages.table[row, :count], -1))
+        pages = np.where(needed, self.pages.table[row, begin : begin + some], -1)
+        where = self._engine.put((np.int32(begin), pages))
 
         def store(index: int, kv: jax.Array) -> bool:
             if index < self.plan.resident_layers:
                 return False
             assert self._pool is not None
-            self._pool.write_pages(index, kv, pages)
+            self._pool.write_pages(index, kv, *where)
             return True
 
         return store

@@ -259,7 +259,7 @@ def tiny_engine(mode: Mode, offload: Offload, length: int) -> Engine:
             geometry=BlockGeometry(8, 4, 2), init_blocks=1, local_blocks=2, budget_blocks=6
         ),
         config=EngineConfig(
-            mode=mode, offload=offload, prefill_chunk=length // 2, steps_per_call=4, top_logprobs=2
+            mode=mode, offload=offload, prefill_chunk=64, steps_per_call=4, top_logprobs=2
         ),
         forecast=Forecast.random(config, seed=4) if mode == "sparda" else None,
     )

@@ -138,7 +138,8 @@ SERVING_NOTES = (
     "loadX: Poisson arrivals at X times that request rate, from the arrival on. token: from "
     "the first to the last token, for each after the first; piece_gap: between two decode calls' "
     "tokens. prefix: two questions about one document, time to first token. offline: as many "
-    "prompts as rows in one batch through Engine.generate, prefill and decode, no compile time."
+    "prompts as rows in one batch through Engine.generate, prefill and decode, a second run that "
+    "neither compiles nor pins memory."
 )
 
 
@@ -255,9 +256,9 @@ def _add_serving(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument("--model", default="minicpm4.1-8b", help="a preset's name")
     command.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
     command.add_argument("--answer", type=int, default=128, help="tokens of each answer")
-    command.add_argument("--requests", type=int, default=16, help="at saturation")
+    command.add_argument("--requests", type=int, default=24, help="at saturation")
     command.add_argument("--rows", type=int, default=8, help="requests at the same time")
-    command.add_argument("--chunk", type=int, default=1024, help="tokens of a prefill chunk")
+    command.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill chunk")
     command.add_argument("--prefill-ms", type=float, default=400, help="between two decode calls")
     command.add_argument(
         "--load", type=float, nargs="*", default=[0.5, 0.8], help="shares of the saturated rate"
