@@ -12,6 +12,7 @@ lies behind all that the scan may choose from.)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -25,13 +26,22 @@ from jaxtyping import Array, Float
 
 from host_offload import memory
 from host_offload.cpu_selection import CpuSelector, quantise_rows
+from host_offload.native_rows import Implementation, NativeRows, Parts, chosen
 from host_offload.row_store import RowStore, pinned_zeros
 
-_quantise = jax.jit(quantise_rows)
+
+@functools.partial(jax.jit, static_argnames=("copied", "quantised"))
+def _for_host(
+    kv: tuple[jax.Array, ...], *, copied: bool, quantised: bool
+) -> tuple[tuple[jax.Array, ...] | None, tuple[Any, ...]]:
+    """What a commit sends besides, or in place of, the rows themselves; of all layers at once."""
+    own = tuple(jnp.array(layer, copy=True) for layer in kv) if copied else None
+    small = tuple(quantise_rows(layer[:, :, 0]) if quantised else None for layer in kv)
+    return own, small
 
 
-# When a worker began a request's scan, had chosen its rows, and had gathered them.
-Parts = tuple[float, float, float]
+# Layers at work at a time, at least; and requests' layers for each worker, so that none waits.
+_LAYERS, _EACH = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +141,8 @@ class Staging:
 class Retrieval:
     """Runs the host's work for one batch; use it as a context, so that its threads end.
 
-    With `quantised` the int8 keys are scanned, which the store must have.
+    With `quantised` the int8 keys are scanned, which the store must have. Rows are chosen and
+    gathered by compiled code, or by numpy and XLA: `implementation`, see `native_rows`.
 
     Attributes:
         store: all committed rows.
@@ -148,12 +159,17 @@ class Retrieval:
         *,
         workers: int,
         quantised: bool = False,
-        depth: int = 4,
+        implementation: Implementation = "auto",
     ):
         self.store, self.workers, self._quantised = store, workers, quantised
         self._selector, self._device = selector, device
+        self._native: NativeRows | None = None
+        if chosen(implementation, selector.rule, store.shape.dtype):
+            self._native = NativeRows(store, selector.rule, selector.scale, quantised)
         self._granule = granule
         shape = (store.shape.batch, store.shape.heads, 2, rows, store.shape.width)
+        depth = max(_LAYERS, -(-_EACH * workers // store.shape.batch))
+        depth = min(depth, store.shape.layers)
         self._staging = Staging(shape, store.shape.dtype, device, depth)
         self._coordinator = ThreadPoolExecutor(1, "herald-coordinator")
         self._pool = ThreadPoolExecutor(workers, "herald-worker")
@@ -184,14 +200,11 @@ class Retrieval:
             kv: of each layer, on the device.
             rows: (index into X, request, position of the first row).
         """
+        # On the CPU a "copy" to the host may be the array itself, which a program may donate.
+        copied = self._device.platform == "cpu"
+        own, small = _for_host(tuple(kv), copied=copied, quantised=self.store.shape.quantised)
         place = memory.host_sharding(self._device)
-        if self._device.platform == "cpu":
-            # There a "copy" to the host may be the array itself, which a program may donate.
-            kv = [jnp.array(layer, copy=True) for layer in kv]
-        parts: list[Any] = [jax.device_put(layer, place) for layer in kv]
-        small: list[Any] = [None] * len(parts)
-        if self.store.shape.quantised:
-            small = [jax.device_put(_quantise(layer[:, :, 0]), place) for layer in kv]
+        parts, small = jax.device_put((own or tuple(kv), small), place)
         job = self._coordinator.submit(self._write, parts, small, list(rows))
         self._commits.append(job)
 
@@ -221,7 +234,7 @@ class Retrieval:
         return told
 
     def _write(
-        self, parts: list[jax.Array], small: list[Any], rows: list[tuple[int, int, int]]
+        self, parts: tuple[jax.Array, ...], small: tuple[Any, ...], rows: list[tuple[int, int, int]]
     ) -> int:
         jobs = [
             self._pool.submit(self._write_layer, layer, kv, pair, rows)
@@ -298,6 +311,9 @@ class Retrieval:
     def _fill(
         self, layer: int, span: Span, queries: np.ndarray, out: np.ndarray
     ) -> tuple[np.ndarray, Parts]:
+        if self._native is not None and self._scans(span):
+            place = span.first, span.end, span.count
+            return self._native.fetch((layer, span.row), queries, place, out, self._granule)
         clock = time.perf_counter
         started = clock()
         ids = self._select(layer, span, queries)

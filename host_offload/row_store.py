@@ -124,6 +124,13 @@ class RowStore:
         """One request's keys `[K, S, H]`, the store itself."""
         return self._keys[layer][row]
 
+    def addresses(self, layer: int, row: int, *, quantised: bool) -> tuple[int | None, ...]:
+        """Where one request's keys, values, int8 keys and their scales begin; None: not wanted."""
+        whole = [self._keys[layer], self._values[layer]]
+        small = list(self._small[layer]) if quantised else []
+        found = [array[row].ctypes.data for array in whole + small]
+        return *found, *[None] * (4 - len(found))
+
     def write(
         self,
         layer: int,

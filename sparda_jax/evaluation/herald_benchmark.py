@@ -207,7 +207,8 @@ def _row(
     kept: dict[str, RowStore],
 ) -> tuple[Row, list[Event]]:
     width, mode = engine.width, engine.config.mode
-    times, busy = [], []
+    times: list[float] = []
+    lasted: dict[str, list[float]] = {"GPU": [], "ahead": [], "commit": []}
     with _session(engine, plan, steps, batch, kept) as session:
         session.turn()
         first = dataclasses.replace(session.report, host_seconds={**session.report.host_seconds})
@@ -215,7 +216,9 @@ def _row(
             begun = time.perf_counter()
             session.turn()
             times.append(time.perf_counter() - begun)
-            busy += [end - begin for what, begin, end in session.events if what == "GPU"]
+            for what, begin, end in session.events:
+                if what in lasted:
+                    lasted[what].append(end - begin)
         told, events = session.report, session.events
     estimate = plan.workload(engine.model.config, engine.config, steps).estimate(mode, batch)
     spent = lambda part: told.host_seconds.get(part, 0.0) - first.host_seconds.get(part, 0.0)
@@ -223,14 +226,21 @@ def _row(
     details = {
         "batch": float(batch),
         "turn_ms": 1e3 * statistics.median(times),
-        "gpu_ms": 1e3 * statistics.median(busy),
+        "gpu_ms": 1e3 * statistics.median(lasted["GPU"]),
+        **{
+            f"{what}_ms": 1e3 * statistics.median(lasted[what] or [0.0])
+            for what in ("ahead", "commit")
+        },
         "stall_ms": 1e3 * stall / plan.turns,
         "stall_share": stall / sum(times),
         "limit_tok_s": estimate.tokens_per_second,
         "limit_gpu_ms": 1e3 * estimate.device,
         "limit_cpu_ms": 1e3 * estimate.scan,
         "limit_pcie_ms": 1e3 * estimate.copy,
-        **{f"{part}_thread_s": spent(part) / plan.turns for part in ("scan", "gather", "copy")},
+        **{
+            f"{part}_thread_s": spent(part) / plan.turns
+            for part in ("query", "scan", "gather", "copy")
+        },
         "scanned_bytes": float(told.scanned_bytes - first.scanned_bytes) / plan.turns,
         "h2d_bytes": float(told.h2d_bytes - first.h2d_bytes) / plan.turns,
         "effective_share": told.effective_share,
@@ -250,6 +260,9 @@ _LANES = {
     "scan": ("CPU workers", "scan and choice"),
     "gather": ("CPU workers, gather", "gather"),
     "copy": ("copy engine", "copy to device"),
+    "ahead": ("calling thread", "launch of the lookahead"),
+    "swap": ("calling thread", "swap, waits included"),
+    "commit": ("calling thread", "commit"),
 }
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from host_offload import memory
 from host_offload.cpu_selection import CpuSelector, SelectionRule
+from host_offload.native_rows import Implementation, NativeRows
 from host_offload.retrieval import Retrieval, Span
 from host_offload.row_store import RowShape, RowStore, pinned_zeros
 from sparda_jax.config import ModelConfig
@@ -42,6 +43,7 @@ class HostPlan:
         workers: numbers of threads; the best scan is kept for what comes after.
         runs: rows chosen together.
         share: of the rows that are chosen.
+        implementations: of the choice and the gather; see `host_offload.native_rows`.
         repetitions: of every figure; more than one, the first warms up.
     """
 
@@ -51,6 +53,7 @@ class HostPlan:
     workers: tuple[int, ...] = (8, 16, 32)
     runs: tuple[int, ...] = (1, 4, 8, 16)
     share: float = 0.05
+    implementations: tuple[Implementation, ...] = ("portable", "native")
     repetitions: int = 4
 
 
@@ -77,12 +80,24 @@ class _Host:
                 retrieval.commit([draw(key) for key in keys], [(0, row, 0)])
                 retrieval.settle()
 
-    def retrieval(self, run: int, workers: int, *, quantised: bool) -> Retrieval:
+    def retrieval(
+        self, run: int, workers: int, *, quantised: bool, implementation: Implementation = "auto"
+    ) -> Retrieval:
         selector = CpuSelector(SelectionRule(run=run), self.shape.width**-0.5)
         rows = -(-self.count(run) // _GRANULE) * _GRANULE
         return Retrieval(
-            self.store, selector, rows, _GRANULE, self.device, workers=workers, quantised=quantised
+            self.store,
+            selector,
+            rows,
+            _GRANULE,
+            self.device,
+            workers=workers,
+            quantised=quantised,
+            implementation=implementation,
         )
+
+    def native(self, run: int, *, quantised: bool) -> NativeRows:
+        return NativeRows(self.store, SelectionRule(run=run), self.shape.width**-0.5, quantised)
 
     def count(self, run: int) -> int:
         return Budget(self.plan.share).count(self._end() - _INIT, run)
@@ -137,37 +152,43 @@ def rows(model: ModelConfig, plan: HostPlan, prefix: str) -> Iterator[Row]:
         row = rate(f"read/threads{workers}", host.key_bytes(False), host.timed(view, workers))
         read = max(read, row.timing.median)
         yield row
-    best: dict[bool, tuple[float, int]] = {}
-    for quantised in (False, True):
-        kind = "int8" if quantised else "bf16"
-        for workers in plan.workers:
-            times = _scan(host, workers, quantised)
-            name, size = f"scan/{kind}/threads{workers}", host.key_bytes(quantised)
-            row = rate(name, size, times, read)
-            best[quantised] = max(best.get(quantised, (0.0, 0)), (row.timing.median, workers))
-            yield row
-        workers = best[quantised][1]
-        with _Copies(host) as copied:
-            times = _scan(host, workers, quantised)
-            beside = copied()
-        name = f"scan_beside_copies/{kind}/threads{workers}"
-        row = rate(name, host.key_bytes(quantised), times, read)
-        yield dataclasses.replace(row, details={"copies_gb_s": beside / 1e9})
-    workers = best[False][1]
-    for run in plan.runs:
-        yield rate(f"gather/run{run}/threads{workers}", *_gather(host, run, workers))
-    for quantised in (False, True):
+    for made in plan.implementations:
+        best: dict[bool, tuple[float, int]] = {}
+        for quantised in (False, True):
+            kind, size = "int8" if quantised else "bf16", host.key_bytes(quantised)
+            for workers in plan.workers:
+                times = _scan(host, workers, quantised, made)
+                row = rate(f"scan/{kind}/{made}/threads{workers}", size, times, read)
+                best[quantised] = max(best.get(quantised, (0.0, 0)), (row.timing.median, workers))
+                yield row
+            workers = best[quantised][1]
+            with _Copies(host) as copied:
+                times = _scan(host, workers, quantised, made)
+                beside = copied()
+            row = rate(f"scan_beside_copies/{kind}/{made}/threads{workers}", size, times, read)
+            yield dataclasses.replace(row, details={"copies_gb_s": beside / 1e9})
         for run in plan.runs:
-            yield from _whole(host, run, best[quantised][1], quantised, prefix)
+            workers = best[False][1]
+            yield rate(
+                f"gather/run{run}/{made}/threads{workers}", *_gather(host, run, workers, made)
+            )
+        for quantised in (False, True):
+            for run in plan.runs:
+                yield from _whole(host, run, best[quantised][1], quantised, made, prefix)
 
 
-def _scan(host: _Host, workers: int, quantised: bool) -> list[float]:
+def _scan(
+    host: _Host, workers: int, quantised: bool, implementation: Implementation
+) -> list[float]:
+    """Scores of all rows; the compiled code chooses, too."""
     selector = CpuSelector(SelectionRule(), host.shape.width**-0.5)
     queries = np.asarray(host.draw_queries())
-    span = host.spans(1)[0]
+    span, native = host.spans(1)[0], host.native(1, quantised=quantised)
 
     def scan(layer: int, row: int) -> None:
-        if quantised:
+        if implementation == "native":
+            native.choose((layer, row), queries[row], (span.first, span.end, span.count))
+        elif quantised:
             small = host.store.quantised_keys(layer, row)
             selector.scores_quantised(*small, queries[row], span.first, span.end)
         else:
@@ -177,7 +198,9 @@ def _scan(host: _Host, workers: int, quantised: bool) -> list[float]:
     return host.timed(scan, workers)
 
 
-def _gather(host: _Host, run: int, workers: int) -> tuple[float, list[float]]:
+def _gather(
+    host: _Host, run: int, workers: int, implementation: Implementation
+) -> tuple[float, list[float]]:
     """Bytes of the chosen keys and values, and the times."""
     rng, count, shape = np.random.default_rng(run), host.count(run), host.shape
     starts = [
@@ -185,6 +208,8 @@ def _gather(host: _Host, run: int, workers: int) -> tuple[float, list[float]]:
         for _ in range(shape.heads)
     ]
     ids = (np.stack(starts)[..., None] * run + np.arange(run)).reshape(shape.heads, -1)
+    ids = np.ascontiguousarray(ids, np.int32)
+    native = host.native(run, quantised=False)
     size = (shape.heads, 2, -(-count // _GRANULE) * _GRANULE, shape.width)
     places = threading.local()
 
@@ -192,16 +217,21 @@ def _gather(host: _Host, run: int, workers: int) -> tuple[float, list[float]]:
         if not hasattr(places, "out"):
             places.array = pinned_zeros(size, shape.dtype, host.device)  # the view does not keep it
             places.out = memory.host_view(places.array)
-        host.store.gather(layer, row, ids, places.out, _GRANULE, run)
+        if implementation == "native":
+            native.gather((layer, row), ids, places.out, _GRANULE)
+        else:
+            host.store.gather(layer, row, ids, places.out, _GRANULE, run)
 
     moved = shape.layers * shape.batch * shape.heads * count * 2 * shape.width * 2
     return moved, host.timed(gather, workers)
 
 
-def _whole(host: _Host, run: int, workers: int, quantised: bool, prefix: str) -> Iterator[Row]:
+def _whole(
+    host: _Host, run: int, workers: int, quantised: bool, made: Implementation, prefix: str
+) -> Iterator[Row]:
     """All layers through a `Retrieval`, as in a turn."""
     times, parts = [], {"scan": 0.0, "gather": 0.0, "copy": 0.0}
-    with host.retrieval(run, workers, quantised=quantised) as retrieval:
+    with host.retrieval(run, workers, quantised=quantised, implementation=made) as retrieval:
         for turn in range(host.plan.repetitions):
             queries = jax.block_until_ready(host.draw_queries())
             begun = time.perf_counter()
@@ -217,7 +247,7 @@ def _whole(host: _Host, run: int, workers: int, quantised: bool, prefix: str) ->
     kind = "int8" if quantised else "bf16"
     each = host.plan.layers * host.plan.batch
     yield Row(
-        f"{prefix}/retrieval/{kind}/run{run}/threads{workers}",
+        f"{prefix}/retrieval/{kind}/{made}/run{run}/threads{workers}",
         Timing.of([1e3 * seconds / each for seconds in times]),
         "ms",
         "lower",

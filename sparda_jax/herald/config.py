@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from host_offload.cpu_selection import SelectionRule
+from host_offload.native_rows import Implementation
 from sparda_jax.config import ModelConfig
 from sparda_jax.diffusion.config import diffusion_of
 from sparda_jax.validation import require, require_at_least, require_choice
@@ -86,6 +87,8 @@ class HeraldConfig:
         kv_block: P, tokens of a KV block and rows of a slot, a multiple of the diffusion block.
         prefill_chunk: prompt tokens per prefill call.
         workers: threads that scan and gather.
+        selection: rows are chosen by compiled code ("native") or by numpy and XLA ("portable");
+            "auto": the former where it can be.
         patience: seconds to wait for a selection before its requests are given up.
         max_length: prompt plus generated tokens; None: what the model declares.
         device_kv_bytes: limit for KV and pools on the device; None: no limit.
@@ -103,6 +106,7 @@ class HeraldConfig:
     kv_block: int = 64
     prefill_chunk: int = 512
     workers: int = 4
+    selection: Implementation = "auto"
     patience: float = 60.0
     max_length: int | None = None
     device_kv_bytes: int | None = None
@@ -110,6 +114,7 @@ class HeraldConfig:
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, Mode)
+        require_choice("selection", self.selection, Implementation)
         if self.queries is not None:
             require_choice("queries", self.queries, Queries)
         for name in ("init_rows", "num_dense_layers"):

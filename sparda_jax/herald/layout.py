@@ -120,10 +120,12 @@ def as_slots(kv: Float[Array, "B K 2 R H"], *, size: int) -> Float[Array, "B K Z
 
 
 def as_pools(
-    rows: tuple[tuple[Float[Array, "B K 2 R H"], Int[Array, " B"]], ...], *, size: int
+    rows: tuple[Float[Array, "B K 2 R H"], ...], counts: Int[Array, "X B"], *, size: int
 ) -> tuple[Pool, ...]:
     """Pools of the rows, and their counts, that the host sent for some layers."""
-    return tuple(Pool(as_slots(kv, size=size), count) for kv, count in rows)
+    return tuple(
+        Pool(as_slots(kv, size=size), count) for kv, count in zip(rows, counts, strict=True)
+    )
 
 
 def insert(batch: Any, one: Any, row: jax.Array) -> Any:

@@ -8,9 +8,10 @@ One turn gives every running request one block. With lookahead:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,8 @@ class HeraldSession:
         report: counters, current at any time.
         chosen: rows of the last selection of each (layer, row), where the host chose.
         events: of the last turn: "GPU" from its begin until all rows had given their block;
-            "scan" (with the choice), "gather" and "copy" of each request or layer.
+            "scan" (with the choice), "gather" and "copy" of each request or layer; "ahead",
+            "swap" and "commit", the calling thread at these.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class HeraldSession:
             engine.device,
             workers=config.workers,
             quantised=config.quantised_keys,
+            implementation=config.selection,
         )
 
     def __enter__(self) -> HeraldSession:
@@ -190,7 +193,8 @@ class HeraldSession:
         if spans and self.layout.sparse and policy.when == "ahead":
             turn = self._denoise(turn, np.int32(1))
             source = LookAhead(self._required(), self.layout.sparse, spans, self.pools)
-            self.state, turn = run_layers(engine, self.state, turn, source, lookahead=True)
+            with self._timed("ahead"):
+                self.state, turn = run_layers(engine, self.state, turn, source, lookahead=True)
             ahead = source.futures
         elif self.layout.sparse and policy.when == "block":
             turn = self._choosing_forward(turn, spans)
@@ -203,9 +207,11 @@ class HeraldSession:
         told, active, failed, counts = jax.device_get((turn, block.active, block.failed, counts))
         self.events.append(("GPU", begun, time.perf_counter()))
         if ahead:
-            self._swap(ahead, spans)
-        self._settle_commits()
-        self._commit(told)
+            with self._timed("swap"):
+                self._swap(ahead, spans)
+        with self._timed("commit"):
+            self._settle_commits()
+            self._commit(told)
         blocks = self._record(told, failed, counts)
         self.drop_ended(active)
         late = engine.compile_seconds - compiled
@@ -214,6 +220,12 @@ class HeraldSession:
         self.report.turns += 1
         first, self._first = self._first, []
         return first + blocks
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.events.append((what, begun, time.perf_counter()))
 
     def _required(self) -> Retrieval:
         assert self._retrieval is not None
@@ -289,10 +301,11 @@ class HeraldSession:
 
     def _pools_of(self, arrived: dict[int, Retrieved | None]) -> dict[int, Pool]:
         """Pools of what arrived for some layers; without rows where nothing did."""
-        there = {n: (found.kv, found.counts) for n, found in arrived.items() if found is not None}
-        rows = self._engine.put(tuple(there.values()))
+        there = {n: found for n, found in arrived.items() if found is not None}
         size, batch = self._config.kv_block, len(self.requests)
-        made = self._engine.run_plain(layouts.as_pools, rows, size=size)
+        counts = np.array([found.counts for found in there.values()]).reshape(-1, batch)
+        rows = tuple(found.kv for found in there.values())
+        made = self._engine.run_plain(layouts.as_pools, rows, self._engine.put(counts), size=size)
         pools = dict(zip(there, made, strict=True))
         for number in arrived.keys() - there.keys():
             empty = self._engine.run_plain(layouts.empty_pool, layout=self.layout, batch=batch)

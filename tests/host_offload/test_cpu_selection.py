@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from host_offload.cpu_selection import (
     quantise_rows,
     recall,
 )
+from host_offload.native_rows import NativeRows
+from host_offload.row_store import RowShape, RowStore
 
 CASES = Path(__file__).parents[1] / "data" / "block_diffusion" / "herald_select"
 
@@ -145,3 +148,37 @@ def test_rules_are_checked():
     ):
         with pytest.raises(ValueError, match=message):
             SelectionRule(**fields)
+
+
+@pytest.mark.parametrize("run", [1, 4])
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("aggregate", ["softmax", "raw"])
+def test_compiled_code_chooses_and_gathers_the_same_rows(aggregate, quantised, run):
+    rng, count, first, end = np.random.default_rng(run), 48, 16, 176
+    shape = RowShape(1, 2, 2, 192, 64, np.dtype(ml_dtypes.bfloat16), quantised)
+    store = RowStore(shape, jax.devices()[0])
+    draw = lambda *size: rng.integers(-4, 5, size).astype(ml_dtypes.bfloat16)
+    kv = draw(2, 2, 192, 64)  # whole numbers: sums are exact in any order, ties are common
+    kv[:, 0, :first] = kv[:, 0, end:] = np.nan
+    small = tuple(np.asarray(part) for part in quantise_rows(kv[:, 0])) if quantised else None
+    store.write(0, 1, 0, kv, small)
+    rule = SelectionRule(aggregate=aggregate, run=run, shortlist=1.5)
+    # Five queries: some loops take four at a time. The second scale leaves rows of equal scores.
+    queries, selector = draw(2, 5, 64), CpuSelector(rule, 1 / 32)
+    native = NativeRows(store, rule, 1 / 32, quantised)
+    out = np.full((2, 2, 64, 64), np.nan, shape.dtype)
+    ids, (began, chosen, gathered) = native.fetch((0, 1), queries, (first, end, count), out, 32)
+    span, keys = (first, end, count), store.keys(0, 1)
+    if quantised:
+        exact = store.key_view(0, 1)
+        wanted = selector.select_quantised(*store.quantised_keys(0, 1), exact, queries, *span)
+    else:
+        wanted = selector.select(keys, queries, *span)
+    np.testing.assert_array_equal(ids, wanted)
+    assert began < chosen < gathered
+    for head in range(2):
+        for of in range(2):
+            np.testing.assert_array_equal(out[head, of, :count], kv[head, of, ids[head]])
+    assert not out[:, :, count:].any()
+    with pytest.raises(FloatingPointError, match="not finite"):
+        native.choose((0, 1), queries, (first, end + 1, count))

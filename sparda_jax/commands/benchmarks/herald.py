@@ -81,10 +81,11 @@ def _herald(arguments: argparse.Namespace) -> None:
 
 HERALD_HOST_NOTES = (
     "Random bfloat16 keys and queries in a store of a few layers, through the classes that a "
-    "generation uses.  read: numpy sums the keys, the best of these is the machine's read "
-    "bandwidth; scan: bytes of keys, of_roofline: of that bandwidth; gather: bytes of chosen keys "
-    "and values, read once and written once; retrieval: one request's layer through scan, choice, "
-    "gather and copy, all side by side; ..._thread_ms: of one thread."
+    "generation uses; portable: by numpy and XLA, native: by compiled code.  read: numpy sums the "
+    "keys, the best of these is the machine's read bandwidth; scan: bytes of keys (native: the "
+    "choice included), of_roofline: of that bandwidth; gather: bytes of chosen keys and values, "
+    "read once and written once; retrieval: one request's layer through scan, choice, gather and "
+    "copy, all side by side; ..._thread_ms: of one thread."
 )
 
 
@@ -98,6 +99,7 @@ def _herald_host(arguments: argparse.Namespace) -> None:
         layers=arguments.layers,
         workers=tuple(arguments.workers),
         share=arguments.budget_share,
+        implementations=tuple(arguments.implementations),
     )
     model = ModelConfig.preset(arguments.model)
     prefix = f"herald_host/{arguments.model}/{arguments.context // 1024}K"
@@ -199,6 +201,13 @@ def add(commands: Commands, results: argparse.ArgumentParser) -> None:
     command.add_argument("--layers", type=int, default=4, help="of the store")
     command.add_argument("--workers", type=int, nargs="+", default=[8, 16, 32], help="threads")
     command.add_argument("--budget-share", type=float, default=0.05, help="of the rows, chosen")
+    command.add_argument(
+        "--implementations",
+        nargs="+",
+        choices=("portable", "native"),
+        default=["portable", "native"],
+        help="of the choice and the gather",
+    )
     command.set_defaults(run=_herald_host)
     command = commands.add_parser(
         "herald-quality", parents=[results], help="what the modes lose on a block-diffusion model"

@@ -124,9 +124,9 @@ def test_what_a_benchmark_is_asked_for():
 
 def test_measured_rates_take_the_place_of_assumed_ones():
     rows = [
-        {"name": "herald_host/x/32K/scan/bf16/threads8", "median": 60.0},
-        {"name": "herald_host/x/32K/scan/bf16/threads16", "median": 70.0},
-        {"name": "herald_host/x/32K/gather/run4/threads16", "median": 40.0},
+        {"name": "herald_host/x/32K/scan/bf16/native/threads8", "median": 60.0},
+        {"name": "herald_host/x/32K/scan/bf16/native/threads16", "median": 70.0},
+        {"name": "herald_host/x/32K/gather/run4/native/threads16", "median": 40.0},
     ]
     assert measured(rows, H200) == dataclasses.replace(H200, scan_rate=70e9)
 
@@ -134,11 +134,12 @@ def test_measured_rates_take_the_place_of_assumed_ones():
 def test_host_benchmark_runs_to_its_end():
     plan = HostPlan(context=320, batch=2, layers=1, workers=(2,), runs=(4,), repetitions=2)
     found = {row.name: row.timing.median for row in host_rows(make_model().config, plan, "h")}
-    kinds = ("bf16", "int8")
-    assert list(found) == [
-        "h/read/threads2",
-        *(f"h/{what}/{kind}/threads2" for kind in kinds for what in ("scan", "scan_beside_copies")),
-        "h/gather/run4/threads2",
-        *(f"h/retrieval/{kind}/run4/threads2" for kind in kinds),
-    ]
+    expected = ["h/read/threads2"]
+    for made in ("portable", "native"):
+        for kind in ("bf16", "int8"):
+            scans = "scan", "scan_beside_copies"
+            expected += [f"h/{what}/{kind}/{made}/threads2" for what in scans]
+        expected.append(f"h/gather/run4/{made}/threads2")
+        expected += [f"h/retrieval/{kind}/{made}/run4/threads2" for kind in ("bf16", "int8")]
+    assert list(found) == expected
     assert all(0 < value < float("inf") for value in found.values())
