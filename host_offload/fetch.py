@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from host_offload import memory
 from host_offload.double_buffer import DoubleBuffer
-from host_offload.host_pool import HostPool, PoolLayer
+from host_offload.host_pool import BlockPool, PoolLayer
 from host_offload.quantise import dequantise
 from pallas_kernels import block_fetch
 
@@ -88,7 +88,7 @@ class EagerFetcher:
     # are a megabyte, where a single copy reaches most of the PCIe rate.
     RUNS_PER_TRANSFER = 32
 
-    def __init__(self, pool: HostPool, device: jax.Device):
+    def __init__(self, pool: BlockPool, device: jax.Device):
         self._pool = pool
         self._sharding = memory.device_sharding(device)
         self._insert = jax.jit(_insert, donate_argnums=0)

@@ -76,8 +76,10 @@ def _write_back(
     return write_runs(pool, filled_blocks(tail, targets), runs)
 
 
-class HostPool:
-    """All KV blocks of a batch in pinned host memory, but those of layers that stay on the device.
+class BlockPool:
+    """KV blocks in pinned host memory, one array a layer, but for layers that stay on the device.
+
+    What a layer's first axis counts, and how new blocks get in, a subclass says.
 
     Args:
       num_layers: L.
@@ -86,7 +88,7 @@ class HostPool:
       dtype: int8 or float8_e4m3fn to keep the blocks quantised; None: as they come.
 
     Attributes:
-      layers: L pools, None for a resident layer. Programs read them in place; `write_back` donates
+      layers: L pools, None for a resident layer. Programs read them in place; what writes donates
         and replaces them, so take them from here again for every call.
     """
 
@@ -96,9 +98,6 @@ class HostPool:
         self._resident, self._dtype = resident, dtype
         self._layers: list[PoolLayer | None] = [None] * num_layers
         self._host = memory.host_sharding(device)
-        place = memory.device_sharding(device)
-        places: Any = PoolLayer(self._host, None if dtype is None else place)  # type: ignore[arg-type]
-        self._write_back = jax.jit(_write_back, donate_argnums=0, out_shardings=places)
         self._quantise = jax.jit(quantise, static_argnums=1)
 
     @property
@@ -140,6 +139,25 @@ class HostPool:
             kv, scales = self._quantise(kv, self._dtype)
         self._layers[index] = PoolLayer(jax.device_put(kv, self._host), scales)
 
+    def view(self, index: int) -> np.ndarray:
+        """A numpy view of one layer's blocks as they are stored, without a copy.
+
+        The view is valid until this layer is next written to; the caller keeps it no longer.
+        """
+        return memory.host_view(self._layer(index).values)
+
+
+class HostPool(BlockPool):
+    """All KV blocks of a batch; see `BlockPool`. Each sequence has room for M blocks of its own."""
+
+    def __init__(
+        self, num_layers: int, device: jax.Device, *, resident: int = 0, dtype: str | None = None
+    ):
+        super().__init__(num_layers, device, resident=resident, dtype=dtype)
+        place = memory.device_sharding(device)
+        places: Any = PoolLayer(self._host, None if dtype is None else place)  # type: ignore[arg-type]
+        self._write_back = jax.jit(_write_back, donate_argnums=0, out_shardings=places)
+
     def write_back(
         self, tails: tuple[Float[Array, "B K 2 2 P H"], ...], targets: Int[Array, " B"]
     ) -> None:
@@ -152,11 +170,3 @@ class HostPool:
         for index, (pool, tail) in enumerate(zip(self.layers, tails, strict=True)):
             if pool is not None:
                 self._layers[index] = self._write_back(pool, tail, targets)
-
-    def view(self, index: int) -> np.ndarray:
-        """A numpy view of one layer's blocks as they are stored, without a copy.
-
-        The view is valid until the next `store_layer` or `write_back` of this layer; the caller
-        keeps it no longer than that.
-        """
-        return memory.host_view(self._layer(index).values)

@@ -1,7 +1,7 @@
 """A host pool of pages: a sequence takes as many as it has blocks, and two may share some."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from host_offload import memory
-from host_offload.host_pool import HostPool, PoolLayer, filled_blocks, write_runs
+from host_offload.host_pool import BlockPool, PoolLayer, filled_blocks, write_runs
 from pallas_kernels import block_fetch
 
 
@@ -40,10 +40,12 @@ def _write_tail(
 def read_pages(
     pool: PoolLayer, pages: Int[Array, " Q"], count: Int[Array, ""], *, dtype: str
 ) -> Float[Array, "1 K Q 2 P H"]:
-    """`PagedPool.read_pages` inside a program, which may have other work beside it.
+    """Blocks of one layer, copied to the device: for a program that may have other work beside it.
+
+    Compiled ahead of time, with types that say nothing of host memory, by bulk copies.
 
     Args:
-      pool: the layer.
+      pool: a layer of a `PagedPool`.
       pages: where each block is.
       count: how many of them to copy; the rest is zero.
       dtype: of the result.
@@ -64,7 +66,7 @@ def read_pages(
     return runs.reshape(1, heads, number, *block)
 
 
-class PagedPool(HostPool):
+class PagedPool(BlockPool):
     """KV blocks of rows that come and go, in pages that are handed out one by one.
 
     A page is one block of all KV heads. A layer is an array [X, K, 1, 2, P, H]: a pool of X
@@ -77,7 +79,7 @@ class PagedPool(HostPool):
       block: [K, P, H].
       compute_dtype: of the KV on the device.
       resident: the first so many layers are not in the pool.
-      dtype: see `HostPool`.
+      dtype: see `BlockPool`.
     """
 
     def __init__(
@@ -93,13 +95,10 @@ class PagedPool(HostPool):
     ):
         super().__init__(num_layers, device, resident=resident, dtype=dtype)
         heads, size, width = block
-        self._place = memory.device_sharding(device)
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
-        self._read = functools.partial(read_pages, dtype=jnp.dtype(compute_dtype).name)
         shape = (pages, heads, 1, 2, size, width)
-        empty = jax.jit(
-            functools.partial(jnp.zeros, shape, compute_dtype), out_shardings=self._place
-        )
+        place = memory.device_sharding(device)
+        empty = jax.jit(functools.partial(jnp.zeros, shape, compute_dtype), out_shardings=place)
         for index in range(resident, num_layers):
             self.store_layer(index, empty())
 
@@ -108,25 +107,19 @@ class PagedPool(HostPool):
         """Programs compiled so far."""
         return len(self._compiled)
 
-    def _run(
-        self, function: Callable[..., Any], args: Sequence[Any], out: Any, **options: Any
-    ) -> Any:
-        """Compiles ahead of time, once for each shape.
+    def _update(self, function: Callable[..., PoolLayer], index: int, *args: jax.Array) -> None:
+        """Writes to a layer by a program that is compiled ahead of time, once for each shape.
 
         In a jit the pool's type would say host memory, which the kernels' bulk copies refuse.
         """
-        key = (function, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args)))
+        every = (self._layer(index), *args)
+        key = (function, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(every)))
         if key not in self._compiled:
-            types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
-            places = jax.tree.map(lambda leaf: leaf.sharding, args)
-            run = jax.jit(function, in_shardings=places, out_shardings=out, **options)
+            types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), every)
+            places = jax.tree.map(lambda leaf: leaf.sharding, every)
+            run = jax.jit(function, in_shardings=places, out_shardings=places[0], donate_argnums=0)
             self._compiled[key] = run.lower(*types).compile()
-        return self._compiled[key](*args)
-
-    def _update(self, function: Callable[..., Any], index: int, *args: jax.Array) -> None:
-        layer = self._layer(index)
-        places = jax.tree.map(lambda leaf: leaf.sharding, layer)
-        self._layers[index] = self._run(function, (layer, *args), places, donate_argnums=0)
+        self._layers[index] = self._compiled[key](*every)
 
     def write_pages(
         self,
@@ -145,26 +138,13 @@ class PagedPool(HostPool):
         """
         self._update(_write, index, kv, first, pages)
 
-    def read_pages(
-        self, index: int, pages: Int[Array, " Q"], count: Int[Array, ""]
-    ) -> Float[Array, "1 K Q 2 P H"]:
-        """Blocks of one layer, copied to the device.
-
-        Args:
-          index: layer.
-          pages: where each is.
-          count: how many of them to copy; the rest is zero.
-        """
-        kv: jax.Array = self._run(self._read, (self._layer(index), pages, count), self._place)
-        return kv
-
     def write_back_pages(
         self,
         tails: tuple[Float[Array, "B K 2 2 P H"], ...],
         targets: Int[Array, " B"],
         pages: Int[Array, " B"],
     ) -> None:
-        """As `write_back`, each block to its page.
+        """Writes the filled tail block of some sequences to its page, in every layer kept here.
 
         Args:
           tails: L tail rings; block j lies in ring row j % 2.

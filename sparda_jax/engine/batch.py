@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from host_offload.fetch import EagerFetcher
-from host_offload.host_pool import HostPool
+from host_offload.host_pool import BlockPool, HostPool
 from sparda_jax.engine.eager import eager_step
 from sparda_jax.engine.plan import BatchPlan
 from sparda_jax.engine.report import Report
@@ -74,7 +74,7 @@ class Batch:
         engine: Engine,
         plan: BatchPlan,
         state: DecodeState,
-        pool: HostPool | None,
+        pool: BlockPool | None,
         report: Report,
     ):
         self.plan, self.state, self.pool, self.report = plan, state, pool, report
@@ -172,7 +172,9 @@ class Batch:
 
     def store_tails(self, targets: np.ndarray) -> None:
         """Writes one block of some rows from the tail rings to the pool; targets: -1: none."""
-        assert self.pool is not None
+        assert isinstance(
+            self.pool, HostPool
+        )  # rows whose blocks have pages have a way of their own
         self.pool.write_back(self.tails(), self._engine.put(targets))
 
     def _write_back(self, lengths: np.ndarray) -> None:
