@@ -271,15 +271,19 @@ def take_best(
 ) -> Bool[Array, "B K T M"]:
     """The forced blocks and the best candidates, ties to the lowest id, `budgets[b]` in all.
 
-    Ranks come from comparing all pairs: on a GPU far cheaper than a sort of short rows.
+    Ranks come from comparing all pairs, on a GPU far cheaper than a sort of short rows. One block
+    at a time with all others: as one reduction XLA needs minutes to compile it for long texts.
     """
     blocks = scores.shape[3]
     forced, free = forced_blocks(positions, blocks, sparse)
     scores = jnp.where(forced, jnp.inf, jnp.where(free, scores, -jnp.inf))
-    mine, other = scores[..., :, None], scores[..., None, :]
     index = jnp.arange(blocks, dtype=jnp.int32)
-    earlier = index[None, :] < index[:, None]
-    rank = ((other > mine) | ((other == mine) & earlier)).sum(-1, dtype=jnp.int32)
+
+    def count(other: Array, rank: Array) -> Array:
+        its = lax.dynamic_slice_in_dim(scores, other, 1, axis=3)
+        return rank + ((its > scores) | ((its == scores) & (other < index)))
+
+    rank = lax.fori_loop(0, blocks, count, jnp.zeros(scores.shape, jnp.int32))
     return (rank < budgets[:, None, None, None]) & (forced | free)
 
 
