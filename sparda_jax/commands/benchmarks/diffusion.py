@@ -21,7 +21,8 @@ DIFFUSION_NOTES = (
     "and caches, one block per request, U steps and a commit, wall clock of the call; "
     "step_over_floor: of a forward, floor: the sum over operations of the larger of bytes at the "
     "rate of a copy and FLOPs at that of a large product, both measured in the same run, experts "
-    "counted; busy: share of a call in which a kernel or copy runs, with the profiler on."
+    "counted; busy: time in which a kernel or copy runs, of a traced call, over the wall "
+    "clock of the calls without the profiler; with_profiler: over that of the traced call."
 )
 
 
