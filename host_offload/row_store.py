@@ -9,7 +9,9 @@ new rows do not come by a program: they are copied to the host and written here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +59,14 @@ class RowShape:
         return rows * (2 * self.width * jnp.dtype(self.dtype).itemsize + extra)
 
 
+@functools.cache
+def _maker(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=memory.host_sharding(device))
+
+
 def pinned_zeros(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> jax.Array:
     """Zeros in pinned host memory, every page touched."""
-    make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=memory.host_sharding(device))
-    return jax.block_until_ready(make())
+    return jax.block_until_ready(_maker(shape, dtype, device)())
 
 
 class RowStore:
