@@ -37,8 +37,13 @@ class Fetcher(Protocol):
         source: Int[Array, " A"],
         target: Int[Array, " A"],
         count: Int[Array, ""],
+        after: Array | None = None,
     ) -> Float[Array, "B K Z 2 P H"]:
-        """Slots with runs ``target[i]`` replaced by pool runs ``source[i]``, for i < count."""
+        """Slots with runs ``target[i]`` replaced by pool runs ``source[i]``, for i < count.
+
+        The copy begins once ``after`` is computed: the slots of the copy before.  Two at a time
+        share the link, and the one that is needed first comes late.
+        """
         ...
 
 
@@ -59,6 +64,7 @@ class ProgramFetcher:
         source: Int[Array, " A"],
         target: Int[Array, " A"],
         count: Int[Array, ""],
+        after: Array | None = None,
     ) -> Float[Array, "B K Z 2 P H"]:
         """See `Fetcher.fetch`."""
         pool = self._pool[layer]
@@ -70,6 +76,7 @@ class ProgramFetcher:
             target,
             count,
             pool_scales=None if pool.scales is None else pool.scales.reshape(-1, 2),
+            after=after,
         )
         return runs.reshape(slots.shape)
 
@@ -101,8 +108,9 @@ class EagerFetcher:
         source: Int[Array, " A"],
         target: Int[Array, " A"],
         count: Int[Array, ""],
+        after: Array | None = None,
     ) -> Float[Array, "B K Z 2 P H"]:
-        """See `Fetcher.fetch`."""
+        """See `Fetcher.fetch`; transfers go one after another anyway."""
         sources, targets, misses = jax.device_get((source, target, count))
         if misses == 0:
             return slots

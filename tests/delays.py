@@ -59,11 +59,11 @@ class Delays:
     def _late(self, name, phase):
         def call(phases, index, *args):
             if name == "fetch":
-                (cache,) = args
+                cache, *before = args
                 if cache.misses is not None:
                     source = self._after_work(cache.misses.source)
                     misses = dataclasses.replace(cache.misses, source=source)
-                    args = (dataclasses.replace(cache, misses=misses),)
+                    args = (dataclasses.replace(cache, misses=misses), *before)
             else:
                 args = (self._after_work(args[0]), *args[1:])
             return phase(phases, index, *args)

@@ -15,6 +15,7 @@ def fetch_blocks(
     count: Int32[Array, ""],
     *,
     pool_scales: Float32[Array, "X 2"] | None = None,
+    after: Array | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "Y 2 P H"]:
     """Copies ``pool[source[i]]`` to ``slots[target[i]]`` for ``i < count``.
@@ -31,6 +32,8 @@ def fetch_blocks(
         target: slots to write, valid and distinct below ``count``.
         count: number of copies, on the device; at most A.
         pool_scales: of the keys and the values of each run, in device memory.
+        after: what has to be computed before the kernel begins, though it does not read it: where
+            all that the data allows runs side by side (a CUDA graph), this puts copies in a row.
         implementation: "auto", "mosaic" or "xla".
 
     Returns:
@@ -60,6 +63,7 @@ def fetch_blocks(
         target,
         count,
         pool_scales=pool_scales,
+        after=after,
     )
 
 

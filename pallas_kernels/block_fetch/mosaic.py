@@ -43,6 +43,7 @@ def fetch_blocks(
     count: Int32[Array, ""],
     *,
     pool_scales: Float32[Array, "X 2"] | None = None,
+    after: Array | None = None,
     config: FetchConfig | None = None,
 ) -> Float[Array, "Y 2 P H"]:
     """See ``block_fetch.api.fetch_blocks``; ``config`` overrides the launch shape.
@@ -55,16 +56,16 @@ def fetch_blocks(
     if source.shape[0] == 0:
         return slots
     if not is_host_typed(pool):
-        config = config or fetch_config(_run_bytes(pool))
+        config = config or fetch_config(_run_bytes(pool), widened=pool_scales is not None)
         _check_ring(pool, config)
         return _fetch_by_ring(
-            pool, slots, source, target, count, pool_scales,
+            pool, slots, source, target, count, pool_scales, after,
             config=config, simulated=interpret.is_active(),
         )  # fmt: skip
     run, ctas = pool.shape[1:], min(_LOAD_CTAS, source.shape[0])
     # ``run_state`` would make a reference of the pool, which JAX refuses in host memory.
     slots_ref = jax.new_ref(slots)
-    lists = (source, target, lax.reshape(count, (1,)))
+    lists = _operands(source, target, count, after)
     if pool_scales is None:
         _register_fetch(run, pool.dtype, ctas)(pool, *lists, slots_ref)
     else:
@@ -82,18 +83,25 @@ def _fetch_by_ring(
     target: Int32[Array, " A"],
     count: Int32[Array, ""],
     pool_scales: Float32[Array, "X 2"] | None,
+    after: Array | None,
     *,
     config: FetchConfig,
     simulated: bool,
 ) -> Float[Array, "Y 2 P H"]:
     """Bulk copies; ``simulated`` only tells two traces apart."""
     del simulated
-    run, lists = pool.shape[1:], (source, target, lax.reshape(count, (1,)))
+    run, lists = pool.shape[1:], _operands(source, target, count, after)
     if pool_scales is None:
         kernel = _ring_fetch(run, pool.dtype, config)
         return _updated(slots, lambda ref: kernel(pool, *lists, ref))
     kernel = mosaic_quantised.ring_fetch(run, pool.dtype, slots.dtype, config)
     return _updated(slots, lambda ref: kernel(pool, pool_scales, *lists, ref))
+
+
+def _operands(source: Array, target: Array, count: Array, after: Array | None) -> tuple[Array, ...]:
+    """Those between the pool and the slots; the last is not read, its buffer makes a graph wait."""
+    runs = lax.reshape(count, (1,))
+    return source, target, runs, runs if after is None else after
 
 
 def write_blocks(
@@ -149,10 +157,11 @@ def _check_ring(pool: Array, config: FetchConfig) -> None:
 
 
 def _ring_fetch(run: tuple[int, ...], dtype: jnp.dtype, config: FetchConfig) -> Callable[..., None]:
-    """Kernel (pool, source, target, count, slots_ref): bulk copies through shared memory."""
+    """Kernel (pool, source, target, count, after, slots_ref): bulk copies through shared memory."""
     ctas, stages, group = config.ctas, config.stages, config.group
 
-    def fetch_blocks_ring(pool, source, target, count, slots, buffers, landed):
+    def fetch_blocks_ring(pool, source, target, count, after, slots, buffers, landed):
+        del after
         cta = lax.axis_index("cta")
         runs = count[0]
         groups = lax.div(runs + (group - 1), group)
@@ -216,7 +225,7 @@ def _ring_fetch(run: tuple[int, ...], dtype: jnp.dtype, config: FetchConfig) -> 
 
 
 def _register_fetch(run: tuple[int, ...], dtype: jnp.dtype, ctas: int) -> Callable[..., None]:
-    """Kernel (pool, source, target, count, slots_ref): loads and stores through registers."""
+    """Kernel (pool, source, target, count, after, slots_ref): through registers."""
     elements = math.prod(run)
     if elements % _THREADS:
         raise NotImplementedError(
@@ -225,7 +234,8 @@ def _register_fetch(run: tuple[int, ...], dtype: jnp.dtype, ctas: int) -> Callab
     vector = math.gcd(elements // _THREADS, 16 // dtype.itemsize)
     layout = plgpu.Layout.WG_STRIDED(run, vec_size=vector)
 
-    def fetch_blocks_registers(pool, source, target, count, slots):
+    def fetch_blocks_registers(pool, source, target, count, after, slots):
+        del after
         cta = lax.axis_index("cta")
         steps = lax.div(count[0] - cta + (ctas - 1), ctas)
 

@@ -23,7 +23,7 @@ _THREADS = 128
 def ring_fetch(
     run: tuple[int, ...], dtype: jnp.dtype, wide: jnp.dtype, config: FetchConfig
 ) -> Callable[..., None]:
-    """Kernel (pool, scales, source, target, count, slots_ref) with bulk copies.
+    """Kernel (pool, scales, source, target, count, after, slots_ref) with bulk copies.
 
     Args:
         run: [2, P, H].
@@ -34,7 +34,8 @@ def ring_fetch(
     ctas, stages, group = config.ctas, config.stages, config.group
     layout = half_layout(run)
 
-    def fetch_blocks_quantised(pool, scales, source, target, count, slots, buffers, landed):
+    def fetch_blocks_quantised(pool, scales, source, target, count, after, slots, buffers, landed):
+        del after
         cta = lax.axis_index("cta")
         last = count[0] - 1
         groups = lax.div(count[0] + (group - 1), group)
@@ -87,10 +88,11 @@ def ring_fetch(
 
 
 def register_fetch(run: tuple[int, ...], wide: jnp.dtype, ctas: int) -> Callable[..., None]:
-    """Kernel (pool, scales, source, target, count, slots_ref) with loads into registers."""
+    """Kernel (pool, scales, source, target, count, after, slots_ref): through registers."""
     layout = half_layout(run)
 
-    def fetch_blocks_quantised_registers(pool, scales, source, target, count, slots):
+    def fetch_blocks_quantised_registers(pool, scales, source, target, count, after, slots):
+        del after
         cta = lax.axis_index("cta")
         steps = lax.div(count[0] - cta + (ctas - 1), ctas)
 

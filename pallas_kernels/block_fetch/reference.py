@@ -18,8 +18,10 @@ def fetch_blocks(
     count: Int32[Array, ""],
     *,
     pool_scales: Float32[Array, "X 2"] | None,
+    after: Array | None = None,
 ) -> Float[Array, "Y 2 P H"]:
-    """See ``pallas_kernels.block_fetch.fetch_blocks``."""
+    """See ``pallas_kernels.block_fetch.fetch_blocks``; waits for nothing but what it reads."""
+    del after
 
     def copy(i: Array, slots: Array) -> Array:
         run = lax.dynamic_index_in_dim(pool, _at(source, i), 0)

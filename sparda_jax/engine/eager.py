@@ -67,11 +67,13 @@ class CompiledPhases:
         """Copies are dispatched as soon as their list is on the host."""
         return True
 
-    def fetch(self, index: int, cache: SparseCache) -> SparseCache:
+    def fetch(
+        self, index: int, cache: SparseCache, before: SparseCache | None = None
+    ) -> SparseCache:
         """Waits for the miss list; the copies themselves are asynchronous."""
         if cache.misses is None:
             return cache
-        return phases.fetch_misses(self.fetcher, index, cache)
+        return phases.fetch_misses(self.fetcher, index, cache, before)
 
     def tie(self, values: phases.Tied) -> phases.Tied:
         """Programs run in the order of their calls anyway."""

@@ -161,11 +161,15 @@ def attend_layer(
     return layer.finish(x, attention)
 
 
-def fetch_misses(fetcher: Fetcher, index: int, cache: SparseCache) -> SparseCache:
-    """The cache with its misses in their slots."""
+def fetch_misses(
+    fetcher: Fetcher, index: int, cache: SparseCache, before: SparseCache | None
+) -> SparseCache:
+    """The cache with its misses in their slots, copied after those of the layer `before`."""
     misses = cache.misses
     assert misses is not None
-    blocks = fetcher.fetch(index, cache.blocks, misses.source, misses.target, misses.count)
+    after = None if before is None or before.misses is None else before.blocks
+    lists = (misses.source, misses.target, misses.count)
+    blocks = fetcher.fetch(index, cache.blocks, *lists, after)
     return dataclasses.replace(cache, blocks=blocks)
 
 
@@ -188,8 +192,10 @@ class Phases(Protocol):
         """See `choose_blocks`."""
         ...
 
-    def fetch(self, index: int, cache: SparseCache) -> SparseCache:
-        """The cache with its misses in their slots."""
+    def fetch(
+        self, index: int, cache: SparseCache, before: SparseCache | None = None
+    ) -> SparseCache:
+        """See `fetch_misses`."""
         ...
 
     def tie(self, values: Tied) -> Tied:
@@ -210,7 +216,8 @@ def run_layers(
     """All sparse layers of one step: the one place that orders the phases.
 
     What is chosen ahead, and its fetch, depend on nothing that the layer in front does after its
-    projections, nor that layer on them: both run side by side where the program allows it.
+    projections, nor that layer on them: both run side by side where the program allows it. Copies
+    run in the order of the layers: two at a time would share the link, and the first come late.
 
     Args:
       phases: how to run each.
@@ -239,7 +246,7 @@ def run_layers(
         if ahead:
             choose(index + 1, normed)
         if ahead and phases.prefetch:
-            held[index + 1] = phases.fetch(index + 1, held[index + 1])
+            held[index + 1] = phases.fetch(index + 1, held[index + 1], held[index])
         x = phases.attend(index, x, q, held[index], plans[index].rows)
         if ahead:
             x, held[index + 1], plans[index + 1] = _tie(
@@ -301,11 +308,13 @@ class TracedPhases:
         rules = {"sparse": self.sparse, "num_blocks": self.num_blocks}
         return _choose_blocks(layer, chooser, source, cache, self.step, **rules)
 
-    def fetch(self, index: int, cache: SparseCache) -> SparseCache:
+    def fetch(
+        self, index: int, cache: SparseCache, before: SparseCache | None = None
+    ) -> SparseCache:
         """Nothing to do where the KV is resident."""
         if self.fetcher is None or cache.misses is None:
             return cache
-        return fetch_misses(self.fetcher, index, cache)
+        return fetch_misses(self.fetcher, index, cache, before)
 
     def tie(self, values: Tied) -> Tied:
         """See `Phases.tie`."""

@@ -201,6 +201,8 @@ class Bench:
         if engine.config.offload != "none":
             name += f"/hit{workload.hit_rate}"
         name += f"/{mode}"
+        if self.limits.whole_pool:
+            name += "/whole_pool"
         run = self._run_of(engine, workload, mode)
         decode = run(workload.hit_rate, None if trace is None else trace / name)
         plan, batch = run.plan, workload.batch

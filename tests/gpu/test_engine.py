@@ -3,6 +3,8 @@
 Most of the time goes to compiling; XLA_FLAGS=--xla_gpu_autotune_level=0 makes it a third.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,6 +102,60 @@ def test_a_row_gives_the_same_tokens_with_the_others_idle(run, mode):
     alone, _ = run(mode=mode, offload="host", idle=(1, 2))
     assert alone[0] == live[0]
     assert [len(tokens) for tokens in alone[1:]] == [1, 1]
+
+
+@pytest.fixture(scope="module")
+def offloaded():
+    """Makes batches of one engine that offloads, by one program."""
+    model = Decoder.random(CONFIG, seed=3, dtype="float32")
+    config = EngineConfig(mode="sparda", offload="host", host_kv_bytes=2**30)
+    forecast = Forecast.random(CONFIG, seed=4, dtype="float32")
+    engine = Engine(model, sparse=SPARSE, config=config, forecast=forecast)
+    with jax.default_matmul_precision("highest"):
+        yield engine
+
+
+def test_faults_leave_the_others_alone(run, offloaded):
+    """NaN ends one request, an interrupt keeps what there is, too large a batch is refused."""
+    plain, _ = run(mode="sparda", offload="host")
+    with pytest.raises(ValueError, match=r"on the host needs .* host KV budget"):
+        offloaded.prepare(PROMPTS * 100, GREEDY)
+    generation = offloaded.prepare(PROMPTS, GREEDY)
+    generation.prefill()
+    bad = np.arange(len(PROMPTS)) == 1
+
+    def poison(leaf):
+        if leaf.dtype != np.float32:
+            return leaf
+        return jnp.where(bad.reshape(-1, *[1] * (leaf.ndim - 1)), jnp.nan, leaf)
+
+    state = generation.batch.state
+    generation.batch.state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
+    list(generation)
+    results = generation.results()
+    assert [result.finish_reason for result in results] == ["length", "failed", "length"]
+    assert results[1].tokens == plain[1][:1]
+    assert [results[0].tokens, results[2].tokens] == [plain[0], plain[2]]
+
+    generation = offloaded.prepare(PROMPTS, GREEDY)
+    generation.prefill()
+    tokens = iter(generation)
+    for _ in range(100):
+        next(tokens)
+    results = generation.results()
+    assert [result.finish_reason for result in results] == ["interrupted"] * 3
+    for result, whole in zip(results, plain, strict=True):
+        assert 0 < len(result.tokens) < NEW_TOKENS
+        assert result.tokens == whole[: len(result.tokens)]
+    assert generation.report.decode_tokens >= 99
+
+
+def test_a_batch_larger_than_the_device_is_refused():
+    engine = Engine(Decoder.random(CONFIG, dtype="float32"), config=EngineConfig(mode="dense"))
+    memory = (jax.local_devices()[0].memory_stats() or {})["bytes_limit"]
+    sequence = 2 * 4 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 3500
+    with pytest.raises(ValueError, match=r"on the device needs .* free memory of .* allows"):
+        engine.prepare([[1] * 3000] * (memory // sequence + 1), GREEDY)
 
 
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])

@@ -59,7 +59,7 @@ def test_registers_copy_exactly_the_named_runs():
     @jax.jit
     def call(pool, slots, source, target, count):
         ref = jax.new_ref(slots)
-        kernel(pool, source, target, count, ref)
+        kernel(pool, source, target, count, count, ref)
         return jax.freeze(ref)
 
     with interpret.simulated():
@@ -102,11 +102,13 @@ def test_quantised_pool_is_widened(dtype, run, config):
     def by_registers(pool, slots, source, target):
         ref = jax.new_ref(slots)
         kernel = mosaic_quantised.register_fetch(run, slots.dtype, 3)
-        kernel(pool, scales, source, target, lax.reshape(count, (1,)), ref)
+        runs = lax.reshape(count, (1,))
+        kernel(pool, scales, source, target, runs, runs, ref)
         return jax.freeze(ref)
 
     with interpret.simulated():
-        call = jax.jit(lambda *a: mosaic.fetch_blocks(*a, pool_scales=scales, config=config))
+        given = {"pool_scales": scales, "after": scales, "config": config}
+        call = jax.jit(lambda *a: mosaic.fetch_blocks(*a, **given))
         by_ring = jax.block_until_ready(call(*operands, count))
         by_registers = jax.block_until_ready(by_registers(*operands))
     np.testing.assert_array_equal(by_ring, expected)
@@ -143,10 +145,13 @@ def test_lowers_for_cuda(run, host):
     )
     pool = jax.device_put(jnp.zeros((16, *run), jnp.bfloat16), sharding)
     ids = jnp.zeros(8, jnp.int32)
-    call = jax.jit(mosaic.fetch_blocks)
+    call = jax.jit(lambda *a: mosaic.fetch_blocks(*a[:-1], after=a[-1]))
     slots = jnp.zeros((16, *run), jnp.bfloat16)
-    exported = jax.export.export(call, platforms=["cuda"])(pool, slots, ids, ids, jnp.int32(3))
-    assert "mosaic_gpu" in exported.mlir_module()
+    others = jnp.zeros((7, 5), jnp.bfloat16)
+    arguments = (pool, slots, ids, ids, jnp.int32(3), others)
+    lowered = jax.export.export(call, platforms=["cuda"])(*arguments).mlir_module()
+    # What the kernel waits for is among its operands, though it does not read it.
+    assert any("mosaic_gpu" in line and "tensor<7x5xbf16>" in line for line in lowered.split("\n"))
     if run[0] == 2:
         for dtype in (jnp.int8, jnp.float8_e4m3fn):
             narrow = jax.device_put(jnp.zeros(pool.shape, dtype), sharding)
@@ -174,6 +179,7 @@ def test_unsupported_arguments_raise():
 
 def test_default_launch_fits_shared_memory():
     for run_bytes in (256, 4096, 8192, 16384, 32768, 65536):
-        config = fetch_config(run_bytes)
-        assert config.shared_bytes(run_bytes) <= 220 * 1024
-        assert config.stages >= 2
+        for widened in (False, True):
+            config = fetch_config(run_bytes, widened=widened)
+            assert config.shared_bytes(run_bytes) <= 220 * 1024
+            assert config.stages >= 2
