@@ -19,9 +19,17 @@ def page_runs(pages: Int[Array, " Q"], num_heads: int) -> Int[Array, "Q K"]:
     return jnp.where(pages[:, None] < 0, -1, runs)
 
 
-def _write(
+def write_pages(
     pool: PoolLayer, kv: Float[Array, "1 K M 2 P H"], first: Int[Array, ""], pages: Int[Array, " Q"]
 ) -> PoolLayer:
+    """The layer with some blocks of one sequence; for programs, as `read_pages`.
+
+    Args:
+      pool: a layer of a `PagedPool`; in place where donated.
+      kv: all blocks of the sequence, on the device.
+      first: the first of those that `pages` tells of; at most M - Q.
+      pages: where each goes; -1: nowhere.
+    """
     some = jax.lax.dynamic_slice_in_dim(kv, first, pages.shape[0], axis=2)
     runs = page_runs(pages, kv.shape[1]).T  # as the blocks lie
     return write_runs(pool, some.reshape(-1, *kv.shape[3:]), runs.reshape(-1))
@@ -121,22 +129,9 @@ class PagedPool(BlockPool):
             self._compiled[key] = run.lower(*types).compile()
         self._layers[index] = self._compiled[key](*every)
 
-    def write_pages(
-        self,
-        index: int,
-        kv: Float[Array, "1 K M 2 P H"],
-        first: Int[Array, ""],
-        pages: Int[Array, " Q"],
-    ) -> None:
-        """Writes some blocks of one sequence of one layer, in place.
-
-        Args:
-          index: layer.
-          kv: all its blocks, on the device.
-          first: the first of those that `pages` tells of; at most M - Q.
-          pages: where each goes; -1: nowhere.
-        """
-        self._update(_write, index, kv, first, pages)
+    def replace(self, index: int, layer: PoolLayer) -> None:
+        """Takes what a program made of a layer that it was given."""
+        self._layers[index] = layer
 
     def write_back_pages(
         self,

@@ -23,7 +23,7 @@ LENGTH = 96
 NOTES = (
     "Random requests on a tiny random model, together and each alone: cancelled_share: of those "
     "that ran together; wrong: results otherwise than alone, leaks, counters that do not add up; "
-    "growth: of resident memory and compiled programs, from the second round of 100 on."
+    "growth: of resident memory and compiled programs, from the fifth round of 100 on."
 )
 
 

@@ -14,6 +14,9 @@ from sparda_jax.engine.modules import Parameters
 from sparda_jax.engine.spmd import split
 from sparda_jax.models.decoder import Decoder, DecoderLayer
 
+# Where results go, by where the arguments lie; None, also for a part: on the device.
+Results = Callable[[tuple], tuple]
+
 
 def _signature(args: tuple) -> tuple:
     """What a compiled program depends on: structure, shapes, dtypes, memory kinds, partitions."""
@@ -41,9 +44,10 @@ class Program:
         *,
         donate: Sequence[int] = (),
         options: Mapping[str, str | int] | None = None,
+        results: Results | None = None,
         mesh: Mesh | None = None,
     ):
-        self._mesh = mesh
+        self._mesh, self._results = mesh, results
         self._function, self._donate = function, tuple(donate)
         self._options = None if options is None else dict(options)
         if self._options is not None and mesh is not None:
@@ -62,7 +66,10 @@ class Program:
             function = self._function
             if self._mesh is not None:
                 function = split(function, self._mesh, args)
-            jitted = jax.jit(function, donate_argnums=self._donate, in_shardings=places)
+            results = None if self._results is None else self._results(places)
+            jitted = jax.jit(
+                function, donate_argnums=self._donate, in_shardings=places, out_shardings=results
+            )
             self._compiled[key] = jitted.lower(*types).compile(compiler_options=self._options)
             self.compile_seconds += time.perf_counter() - start
             self.compilations += 1
@@ -111,10 +118,11 @@ class Programs:
         *,
         donate: Sequence[int] = (),
         options: Mapping[str, str | int] | None = None,
+        results: Results | None = None,
         **static: Any,
     ) -> Program:
         """``function(layer, *args, **static)`` with a `DecoderLayer`: one for all layers."""
-        return self._get(self._layer, function, donate, static, options)
+        return self._get(self._layer, function, donate, static, options, results)
 
     def plain(
         self, function: Callable[..., Any], *, donate: Sequence[int] = (), **static: Any
@@ -129,6 +137,7 @@ class Programs:
         donate: Sequence[int],
         static: dict[str, Any],
         options: Mapping[str, str | int] | None = None,
+        results: Results | None = None,
     ) -> Program:
         key = (function, tuple(sorted(static.items(), key=lambda item: item[0])))
         if key not in self._programs:
@@ -139,7 +148,9 @@ class Programs:
                 return function(parameters.merge(args[0]), *args[1:], **static)
 
             run.__name__ = function.__name__
-            self._programs[key] = Program(run, donate=donate, options=options, mesh=self._mesh)
+            self._programs[key] = Program(
+                run, donate=donate, options=options, results=results, mesh=self._mesh
+            )
         return self._programs[key]
 
     @property

@@ -16,7 +16,7 @@ from sparda_jax.engine.batch import Batch, Gain
 from sparda_jax.engine.capacity import check_rows, pool_pages
 from sparda_jax.engine.holdings import Holdings, Place
 from sparda_jax.engine.pages import Pages
-from sparda_jax.engine.pieces import Pieces, capacities, piece_sizes
+from sparda_jax.engine.pieces import capacities, cut, piece_sizes
 from sparda_jax.engine.places import Admission, Total
 from sparda_jax.engine.plan import BatchPlan, check_request, plan_sizes
 from sparda_jax.engine.prompts import first_tokens
@@ -28,7 +28,7 @@ from sparda_jax.engine.state import (
     SamplingState,
     sampling_fields,
 )
-from sparda_jax.engine.units import Known, LayerKV, Prompt, Stored, run_prompt
+from sparda_jax.engine.units import LayerKV, Paged, Prompt, run_prompt
 from sparda_jax.validation import require
 
 if TYPE_CHECKING:
@@ -253,10 +253,14 @@ class Rows(Batch):
         row, first, engine = place.row, place.known, self._engine
         capacity = self.capacity(len(tokens))
         at = engine.put(np.int32(row))
-        pieces = Pieces.of(first, len(tokens), capacity, self._pieces)
-        known = None if place.source is None else self._known(place, capacity)
-        store = self._storing(row, first, len(tokens), capacity)
-        prompt = Prompt(tokens, pieces, known, capacity, store)
+        prompt = Prompt(
+            tokens=tokens,
+            pieces=list(cut(first, len(tokens), capacity, self._pieces)),
+            chunk=self._pieces[0],
+            capacity=capacity,
+            kept=self._kept(place.source, capacity),
+            paged=self._paged(row, first, len(tokens), capacity),
+        )
         x, lengths, layers = yield from run_prompt(engine, prompt)
         pages = None if self.pages is None else self.pages.of([row])
         one, drawn = first_tokens(
@@ -272,55 +276,35 @@ class Rows(Batch):
         # As the outputs of a call of one step.
         return self.gain(row, *jax.tree.map(lambda leaf: leaf[None], drawn), column=0)
 
-    def _known(self, place: Place, capacity: int) -> Known:
-        """The first blocks of a request's layers, wherever they are.
-
-        Args:
-          place: of the request: its row's pages have them, or the device's caches of the source.
-          capacity: tokens of the bucket.
-        """
-        engine, count = self._engine, self.holdings.blocks(capacity)
-        assert place.source is not None
-        at, pages = engine.put(np.int32(place.source)), None
-        if self.pages is not None:
-            known = np.int32(self.holdings.blocks(place.known))
-            pages = engine.put((self.pages.of([place.row])[0, :count], known))
-
-        def stored(index: int) -> Stored | None:
-            layer = None if self._pool is None else self._pool.layers[index]
-            return None if layer is None or pages is None else (layer, *pages)
+    def _kept(self, source: int | None, capacity: int) -> Callable[[int], LayerKV] | None:
+        """The first KV of a layer that stays on the device, from the row that has it."""
+        if source is None:
+            return None
+        programs, at = self._engine.programs, self._engine.put(np.int32(source))
+        count = self.holdings.blocks(capacity)
 
         def kept(index: int) -> LayerKV:
             cache = self.state.layers[index]
             kv: LayerKV
             if isinstance(cache, DenseCache):
-                kv = engine.programs.plain(read_tokens, count=capacity)(cache, at)
+                kv = programs.plain(read_tokens, count=capacity)(cache, at)
             else:
-                kv = engine.programs.plain(read_blocks, count=count)(cache.blocks, at)
+                kv = programs.plain(read_blocks, count=count)(cache.blocks, at)
             return kv
 
-        return Known(stored, kept)
+        return kept
 
-    def _storing(
-        self, row: int, known: int, length: int, capacity: int
-    ) -> Callable[[int, jax.Array], bool]:
-        """Writes a prompt's blocks but the known ones to the pool, in layers that are there."""
-        if self.pages is None:
-            return lambda index, kv: False
+    def _paged(self, row: int, known: int, length: int, capacity: int) -> Paged | None:
+        """A prompt's pages: those of what is known, and where the rest goes."""
+        if self.pages is None or self._pool is None:
+            return None
         first, last, count = map(self.holdings.blocks, (known, length, capacity))
-        # As many as a bucket for the rest has, so few programs exist.
-        some = min(self.holdings.blocks(self.capacity(length - known)), count)
+        pages = self.pages.of([row])[0, :count]
+        # Those of a chunk, where the rest is no longer, or all: few programs exist.
+        chunk = self.holdings.blocks(self._pieces[0])
+        some = chunk if last - first <= chunk else count
         begin = min(first, count - some)
         number = np.arange(begin, begin + some)
-        needed = (number >= first) & (number < last)
-        pages = np.where(needed, self.pages.table[row, begin : begin + some], -1)
-        where = self._engine.put((np.int32(begin), pages))
-
-        def store(index: int, kv: jax.Array) -> bool:
-            if index < self.plan.resident_layers:
-                return False
-            assert self._pool is not None
-            self._pool.write_pages(index, kv, *where)
-            return True
-
-        return store
+        new = np.where((number >= first) & (number < last), pages[number], -1)
+        where, there = self._engine.put(((np.int32(begin), new), (pages, np.int32(first))))
+        return Paged(self._pool, there if known else None, where)

@@ -2,8 +2,8 @@
 
 All sizes are those of a bucket: hidden states of M*P tokens and KV of M blocks, where M is one of a
 few capacities; so few programs exist. The work is that of the prompt: from where a known prefix
-ends to its own end, piece by piece. Known blocks that lie in the host pool are read a layer ahead,
-beside the first piece of the layer at work.
+ends to its own end, piece by piece. A layer's first piece has the copies between device and host
+beside it: of its new blocks to their pages, and of the next layer's known blocks from theirs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from host_offload import overlap
 from host_offload.host_pool import PoolLayer
-from host_offload.paged_pool import read_pages
+from host_offload.paged_pool import PagedPool, read_pages, write_pages
 from pallas_kernels.compressed_keys import compress_keys
 from sparda_jax.config import SparseConfig
 from sparda_jax.engine import prefill
 from sparda_jax.engine.choosers import Chooser, InfiniGenAhead
-from sparda_jax.engine.pieces import Pieces, over_pieces
 from sparda_jax.engine.plan import pad_prompts
 from sparda_jax.engine.prompts import Chunks
 from sparda_jax.engine.state import DenseCache
@@ -73,75 +72,94 @@ def first_value(x: Float[Array, "..."]) -> Float[Array, ""]:
     return x[(0,) * x.ndim]
 
 
-def project_pieces(
+def _piece(x: Array, start: Array, size: int) -> tuple[Array, Array]:
+    """Hidden states and positions of one piece."""
+    part = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+    return part, (start + jnp.arange(size, dtype=jnp.int32))[None]
+
+
+def project_piece(
     layer: DecoderLayer,
     rope: RopeTable,
     x: Float[Array, "1 T D"],
-    bounds: Int[Array, " E"],
-    past: LayerKV,
+    start: Int[Array, ""],
+    kv: LayerKV,
     *,
-    sizes: tuple[int, ...],
+    size: int,
     block_size: int,
 ) -> LayerKV:
-    """Keys and values of all pieces, written behind those of `past`.
+    """Keys and values of one piece, written behind those before it.
+
+    A program for each: in a loop whose bounds are data the host would wait for the device.
 
     Args:
       layer: parameters.
       rope: table that covers every position.
       x: hidden states before the layer.
-      bounds: see `Pieces`.
-      past: KV of the bucket; donate it.
-      sizes: see `Pieces`.
+      start: the piece's first token.
+      kv: of the bucket; donate it.
+      size: tokens of the piece.
       block_size: P.
     """
     update = jax.lax.dynamic_update_slice_in_dim
-
-    def write(start: Array, size: int, kv: LayerKV) -> LayerKV:
-        part = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
-        positions = (start + jnp.arange(size, dtype=jnp.int32))[None]
-        _, k, v = layer.qkv(part, *rope_rows(rope, positions))
-        if isinstance(kv, DenseCache):
-            return DenseCache(update(kv.k, k, start, axis=1), update(kv.v, v, start, axis=1))
-        return update(kv, to_blocks(k, v, block_size), start // block_size, axis=2)
-
-    return over_pieces(write, bounds, sizes, past)
+    part, positions = _piece(x, start, size)
+    _, k, v = layer.qkv(part, *rope_rows(rope, positions))
+    if isinstance(kv, DenseCache):
+        return DenseCache(update(kv.k, k, start, axis=1), update(kv.v, v, start, axis=1))
+    return update(kv, to_blocks(k, v, block_size), start // block_size, axis=2)
 
 
-def first_forecasts(
+def first_forecast_piece(
     layer: DecoderLayer,
     rope: RopeTable,
     x: Float[Array, "1 T D"],
     kernel: Float[Array, "D KH"],
-    bounds: Int[Array, " E"],
+    start: Int[Array, ""],
+    queries: Float[Array, "1 T K H"],
     *,
-    sizes: tuple[int, ...],
+    size: int,
 ) -> Float[Array, "1 T K H"]:
-    """Forecast queries of all pieces for layer 0, by its own projection; see `project_pieces`."""
-
-    def one(start: Array, size: int) -> Array:
-        part = jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
-        positions = (start + jnp.arange(size, dtype=jnp.int32))[None]
-        return project(kernel, layer.attention_norm(part), *rope_rows(rope, positions))
-
-    def write(start: Array, size: int, queries: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(queries, one(start, size), start, axis=1)
-
-    shape = jax.eval_shape(lambda: one(bounds[0], sizes[-1]))
-    empty = jnp.zeros((1, x.shape[1], *shape.shape[2:]), shape.dtype)
-    return over_pieces(write, bounds, sizes, empty)
+    """Forecast queries of one piece for layer 0, by its own projection; see `project_piece`."""
+    part, positions = _piece(x, start, size)
+    some = project(kernel, layer.attention_norm(part), *rope_rows(rope, positions))
+    return jax.lax.dynamic_update_slice_in_dim(queries, some.astype(queries.dtype), start, axis=1)
 
 
 # A layer of the pool, a sequence's pages and how many of them count; see `read_pages`.
-Stored = tuple[PoolLayer, Array, Array]
+Source = tuple[PoolLayer, Array, Array]
+# Blocks of a layer, the first that is written and the pages of those from there; see `write_pages`.
+Update = tuple[Array, Array, Array]
 
 
-def chunk_and_read(
-    layer: DecoderLayer, source: Stored, *args: Any, run: Callable[..., Any], **static: Any
-) -> tuple[Any, Float[Array, "1 K M 2 P H"]]:
-    """A chunk of one layer and, beside it, the known blocks of the next."""
+def chunk_and_copy(
+    layer: DecoderLayer,
+    pool: PoolLayer | None,
+    update: Update | None,
+    source: Source | None,
+    *args: Any,
+    run: Callable[..., Any],
+    **static: Any,
+) -> tuple[Any, PoolLayer | None, Float[Array, "1 K M 2 P H"] | None]:
+    """A chunk of one layer and, beside it, copies between device and host.
+
+    Args:
+      layer: parameters.
+      pool: the layer's; donate it.
+      update: what is written to it; None: nothing, and there is no pool.
+      source: known blocks of the next layer; None: there are none.
+      *args: of the chunk.
+      run: what advances the chunk.
+      **static: likewise.
+
+    Returns:
+      What `run` returns, the pool, and the blocks that were read.
+    """
     result = run(layer, *args, **static)
     x = result[0] if isinstance(result, tuple) else result
-    return result, read_pages(*source, dtype=x.dtype.name)
+    if pool is not None and update is not None:
+        pool = write_pages(pool, *update)
+    blocks = None if source is None else read_pages(*source, dtype=x.dtype.name)
+    return result, pool, blocks
 
 
 def decode_caches(
@@ -161,16 +179,23 @@ def decode_caches(
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """Where the KV of a prompt's beginning is.
+class Paged:
+    """Where a prompt's blocks are in the host pool, and go to.
 
     Attributes:
-      stored: a layer's blocks in the host pool; None for a layer that stays on the device.
-      kept: the KV of such a layer, of the bucket's size.
+      pool: of all rows.
+      known: pages of the bucket's blocks and how many of them are known; None: none is.
+      new: the first block that is written and the pages of those from there.
     """
 
-    stored: Callable[[int], Stored | None]
-    kept: Callable[[int], LayerKV]
+    pool: PagedPool
+    known: tuple[Array, Array] | None
+    new: tuple[Array, Array]
+
+    def source(self, index: int) -> Source | None:
+        """Known blocks of a layer; None where there are none, or the layer is not in the pool."""
+        layer = self.pool.layers[index]
+        return None if layer is None or self.known is None else (layer, *self.known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,18 +204,19 @@ class Prompt:
 
     Attributes:
       tokens: all of them.
-      pieces: that cover those whose KV is not known.
-      known: where the KV of the others is; None where there are none.
+      pieces: first token and size of those that cover what is not known; see `pieces.cut`.
+      chunk: the largest size.
       capacity: tokens of the bucket.
-      store: is offered each layer's blocks, the known ones included; says if it took them. Dense
-        attention's keys and values it is not offered.
+      kept: known KV of a layer that stays on the device, of the bucket's size; None: none is known.
+      paged: of the layers in the host pool; None where there is no pool.
     """
 
     tokens: Sequence[int]
-    pieces: Pieces
-    known: Known | None
+    pieces: Sequence[tuple[int, int]]
+    chunk: int
     capacity: int
-    store: Callable[[int, Array], bool]
+    kept: Callable[[int], LayerKV] | None
+    paged: Paged | None
 
 
 Prefilled = tuple[Array, Array, tuple[LayerRow, ...]]
@@ -209,96 +235,123 @@ def run_prompt(engine: Engine, prompt: Prompt) -> Generator[Array, None, Prefill
 
     Returns:
       Hidden states after the last layer, the prompt's length, and caches of batch 1 for decode;
-      where blocks were stored, the caches hold none.
+      where blocks go to the host pool, the caches hold none.
     """
     tokens, lengths = engine.put(pad_prompts([prompt.tokens], prompt.capacity))
     x = engine.programs.on_model(prefill.embed)(engine.parameters.arrays, tokens)
     pieces = [(engine.put(np.int32(at)), size) for at, size in prompt.pieces]
     layers: list[LayerRow] = []
-    run = _LayerRun(engine, prompt, lengths)
+    run = _LayerRun(engine, prompt, lengths, pieces)
     # x itself is gone as soon as the next unit is dispatched.
     sign = engine.programs.plain(first_value)
     for index in range(len(engine.layers)):
         advance, cache = run.begin(index, x)
         for number, (at, size) in enumerate(pieces, 1):
             x = advance(x, at, size)
-            if size == prompt.pieces.sizes[0] or number == len(pieces):
+            if size == prompt.chunk or number == len(pieces):
                 yield sign(x)
         layers.append(cache)
     return x, lengths, tuple(layers)
 
 
 class _PieceRun(Chunks):
-    """Chunks of which one may have a read beside it.
+    """Chunks of which the first of a layer has copies beside it.
 
     Attributes:
-      source: of the next read; None: nothing is to be read, or it is under way.
+      paged: where from and to; None: nothing is copied.
       blocks: read last.
     """
 
-    source: Stored | None = None
+    paged: Paged | None = None
     blocks: Array | None = None
+    _due = False
+
+    def enter(
+        self, index: int, x: jax.Array, kv: jax.Array, compressed: jax.Array, lengths: jax.Array
+    ) -> None:
+        """See `Chunks`."""
+        super().enter(index, x, kv, compressed, lengths)
+        self._due = self.paged is not None
 
     def _run(
         self, function: Callable[..., Any], donate: tuple[int, ...], size: int, args: tuple
     ) -> Any:
-        if self.source is None:
+        if self.paged is None or not self._due:
             return super()._run(function, donate, size, args)
-        engine, source, self.source = self._engine, self.source, None
+        engine, paged, index = self._engine, self.paged, self._index
+        pool, self._due = paged.pool.layers[index], False
+        update = None if pool is None else (self._held[0], *paged.new)
+        source = paged.source(index + 1) if index + 1 < len(engine.layers) else None
         run = engine.programs.on_layer(
-            chunk_and_read,
-            donate=tuple(number + 1 for number in donate),
+            chunk_and_copy,
+            donate=(1, *(number + 3 for number in donate)),
             options=overlap.CONCURRENT_OPTIONS if engine.device.platform == "gpu" else None,
+            results=lambda places: (None, places[1], None),
             run=function,
             size=size,
             sparse=engine.sparse,
         )
-        result, self.blocks = run(args[0], source, *args[1:])
+        result, pool, self.blocks = run(args[0], pool, update, source, *args[1:])
+        if pool is not None:
+            paged.pool.replace(index, pool)
         return result
 
 
 class _LayerRun:
     """Starts each layer of a prompt."""
 
-    def __init__(self, engine: Engine, prompt: Prompt, lengths: jax.Array):
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        lengths: jax.Array,
+        pieces: Sequence[tuple[jax.Array, int]],
+    ):
         self._engine, self._prompt, self._lengths = engine, prompt, lengths
-        pieces = prompt.pieces
-        self._bounds = engine.put(np.array(pieces.bounds, np.int32))
-        first = engine.programs.on_layer(first_forecasts, sizes=pieces.sizes)
-        self._chunks = _PieceRun(engine, lambda *args: first(*args, self._bounds))
+        self._pieces = pieces  # as the prompt's, on the device
+        self._chunks = _PieceRun(engine, self._first_forecast)
+        self._chunks.paged = prompt.paged
+
+    def _first_forecast(
+        self, arrays: Any, rope: RopeTable, x: jax.Array, kernel: jax.Array
+    ) -> jax.Array:
+        engine, config = self._engine, self._engine.model.config
+        shape = (*x.shape[:2], config.num_kv_heads, config.head_dim)
+        queries: jax.Array = engine.programs.plain(jnp.zeros, shape=shape, dtype=x.dtype)()
+        for at, size in self._pieces:
+            run = engine.programs.on_layer(first_forecast_piece, donate=(5,), size=size)
+            queries = run(arrays, rope, x, kernel, at, queries)
+        return queries
 
     def begin(
         self, index: int, x: jax.Array
     ) -> tuple[Callable[[jax.Array, jax.Array, int], jax.Array], LayerRow]:
         """Computes a layer's KV; returns how to advance a piece of x, and the cache for decode."""
-        engine, programs, sizes = self._engine, self._engine.programs, self._prompt.pieces.sizes
+        engine, programs = self._engine, self._engine.programs
         arrays, rope = engine.layers[index].arrays, engine.rope
-        block_size = engine.sparse.geometry.block_size
-        run = programs.on_layer(project_pieces, donate=(4,), sizes=sizes, block_size=block_size)
-        kv = run(arrays, rope, x, self._bounds, self._past(index))
+        kv, block_size = self._past(index), engine.sparse.geometry.block_size
+        for at, size in self._pieces:
+            run = programs.on_layer(project_piece, donate=(4,), size=size, block_size=block_size)
+            kv = run(arrays, rope, x, at, kv)
         if isinstance(kv, DenseCache):
             return lambda x, at, size: programs.on_layer(
                 prefill.dense_chunk, donate=(2,), size=size
             )(arrays, rope, x, at, kv), kv
         cache = self._cache(index, kv)
         self._chunks.enter(index, x, kv, cache.compressed, self._lengths)
-        if self._prompt.known is not None and index + 1 < len(engine.layers):
-            self._chunks.source = self._prompt.known.stored(index + 1)
         return self._chunks.advance, cache
 
     def _past(self, index: int) -> LayerKV:
         """The KV of the bucket that is known, zeros for the rest."""
-        known, (read, self._chunks.blocks) = self._prompt.known, (self._chunks.blocks, None)
+        prompt, (read, self._chunks.blocks) = self._prompt, (self._chunks.blocks, None)
         if read is not None:
             return read
-        if known is not None:
-            source = known.stored(index)
-            if source is None:
-                return known.kept(index)
+        source = None if prompt.paged is None else prompt.paged.source(index)
+        if source is not None:  # no layer before it to read beside
             dtype = self._engine.model.dtype.name
             blocks: jax.Array = self._engine.programs.plain(read_pages, dtype=dtype)(*source)
             return blocks
-        return self._empty()
+        return self._empty() if prompt.kept is None else prompt.kept(index)
 
     def _empty(self) -> LayerKV:
         engine, capacity = self._engine, self._prompt.capacity
@@ -314,7 +367,8 @@ class _LayerRun:
         return kv
 
     def _cache(self, index: int, kv: jax.Array) -> RowCache:
-        engine, store = self._engine, self._prompt.store
+        engine, paged = self._engine, self._prompt.paged
         run = engine.programs.plain(decode_caches, sparse=engine.sparse)
         cache: RowCache = run(kv, self._lengths, engine.choosers[index])
-        return cache if store(index, kv) else dataclasses.replace(cache, blocks=kv)
+        stays = paged is None or paged.pool.layers[index] is None
+        return dataclasses.replace(cache, blocks=kv) if stays else cache

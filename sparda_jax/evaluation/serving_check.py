@@ -159,6 +159,8 @@ def check_round(scheduler: Scheduler, alone: Scheduler, requests: Sequence[Asked
     return Outcome(results, wrong)
 
 
+# Rounds in which programs are still compiled: some pairs of lengths are rare.
+WARM_ROUNDS = 4
 # Allocators keep some of what they were given; more than this in half an hour would be a leak.
 SLACK_MIB = 64
 
@@ -208,8 +210,9 @@ class Soak:
         return f"{counts}, {self.programs[-1]} programs, {len(self.wrong)} wrong"
 
     def rows(self) -> Iterator[Row]:
-        """For a results file; growth counts from the second round, as the first compiles."""
-        memory, programs = self.memory[1:] or self.memory, self.programs[1:] or self.programs
+        """For a results file; growth counts from when the first rounds have compiled."""
+        memory = self.memory[WARM_ROUNDS:] or self.memory
+        programs = self.programs[WARM_ROUNDS:] or self.programs
         counters = self.scheduler.counters
         details = {
             "seconds": self.seconds,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from host_offload import memory
-from host_offload.paged_pool import PagedPool, read_pages
+from host_offload.paged_pool import PagedPool, read_pages, write_pages
 
 X, B, K, Q, P, H = 7, 3, 2, 4, 4, 8
 READ = jax.jit(functools.partial(read_pages, dtype="float32"))
@@ -34,7 +34,9 @@ def test_blocks_go_to_their_pages_and_come_back(dtype, tolerance):
     kv = rng.standard_normal((1, K, Q, 2, P, H)).astype(np.float32)
     pages = np.array([-1, 0, 3], np.int32)  # of the last three blocks
     before = pool.layers[1].values.unsafe_buffer_pointer()
-    pool.write_pages(1, place(kv), place(np.int32(1)), place(pages))
+    places = jax.tree.map(lambda leaf: leaf.sharding, pool.layers[1])
+    write = jax.jit(write_pages, donate_argnums=0, out_shardings=places)
+    pool.replace(1, write(pool.layers[1], place(kv), place(np.int32(1)), place(pages)))
     tails = rng.standard_normal((2, B, K, 2, 2, P, H)).astype(np.float32)
     targets, homes = np.array([7, -1, 4], np.int32), np.array([6, -1, 1], np.int32)
     pool.write_back_pages(tuple(map(place, tails)), place(targets), place(homes))

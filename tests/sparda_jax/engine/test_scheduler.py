@@ -27,7 +27,7 @@ def scheduler_of(make_engine):
 
     def make(mode="sparda", offload="host", **settings) -> Scheduler:
         engine = make_engine(
-            mode=mode, offload=offload, max_length=LENGTH, top_logprobs=2, prefill_chunk=64
+            mode=mode, offload=offload, max_length=LENGTH, top_logprobs=2, prefill_chunk=LENGTH
         )
         return Scheduler(engine, SchedulerConfig(rows=ROWS, **{"queue": 500} | settings))
 
@@ -122,13 +122,13 @@ def test_known_prefixes_are_found_and_change_no_token(scheduler_of):
     beside = scheduler.submit(second, greedy(6))
     compare(beside.result(), expected[1])
     compare(one.result(), expected[0])
-    # 88 tokens in common, of which the last 3 may depend on what follows: 5 pieces of 16, which
-    # is no whole chunk. The rest is cut otherwise than from scratch.
-    assert beside.cached_tokens == 80
+    # 88 tokens in common, of which the last 3 may depend on what follows: 3 pieces of 24, which
+    # are no whole chunk. The rest is cut otherwise than from scratch.
+    assert beside.cached_tokens == 72
     again = alone(scheduler, (first, greedy(6)))
     compare(again, expected[0])
-    assert again.cached_tokens == 80
-    assert scheduler.counters.cached_tokens == 2 * 80
+    assert again.cached_tokens == 72
+    assert scheduler.counters.cached_tokens == 2 * 72
     other = alone(scheduler, ([document[0] ^ 1, *document[1:]], greedy(6)))
     assert other.cached_tokens == 0
 
@@ -247,7 +247,9 @@ def test_rows_of_which_some_layers_stay_on_the_device(scheduler_of, make_engine)
         scheduler_of("sparse", where).rows.plan.device_kv_bytes for where in ("none", "host")
     )
     budget = (resident + offloaded) // 2
-    settings = SMALL | {"mode": "sparse", "offload": "auto", "top_logprobs": 2}
+    settings = SMALL | {
+        "mode": "sparse", "offload": "auto", "top_logprobs": 2, "prefill_chunk": LENGTH
+    }  # fmt: skip
     engine = make_engine(**settings, device_kv_bytes=budget)
     scheduler = Scheduler(engine, SchedulerConfig(rows=ROWS, queue=500))
     assert scheduler.rows.plan.resident_layers == 1
@@ -312,9 +314,7 @@ def test_running_requests_wait_no_longer_than_the_budget(scheduler_of):
     while long.phase != "decode":
         scheduler.step()
         steps += 1
-    units = (
-        len(scheduler.engine.layers) * 2
-    )  # a chunk of 64 tokens, the rest; at the end the insertion
+    units = len(scheduler.engine.layers)  # of a chunk each; at the end the insertion
     assert steps == units + 1
     assert len(busy.tokens) - before == 4 * steps
     assert busy.phase == "decode"
