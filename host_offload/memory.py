@@ -6,7 +6,9 @@ over PCIe; on the CPU back end ordinary memory too, so that offloaded code runs 
 there). This is the one place, scripts aside, that reads the environment.
 """
 
+import contextlib
 import ctypes
+import mmap
 import os
 from pathlib import Path
 
@@ -42,6 +44,20 @@ def host_view(array: jax.Array) -> np.ndarray:
     array = jax.block_until_ready(array)
     raw = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
     return np.frombuffer(raw, dtype=array.dtype).reshape(array.shape)
+
+
+def host_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros in ordinary host memory, in huge pages where the system has them; touched when used.
+
+    Rows here and there in many GB cost a walk through page tables each in pages of 4 KiB.
+    """
+    size = max(int(np.prod(shape)) * np.dtype(dtype).itemsize, 1)
+    pages = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without huge pages refuses; ordinary ones do, too.
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8).view(dtype).reshape(shape)
 
 
 def tree_bytes(tree: object) -> int:
@@ -110,15 +126,14 @@ def check_budget(what: str, needed: int, limit: int | None, source: str) -> None
         raise ValueError(f"{what} needs {need} but {source} allows {most}")
 
 
-def check_host_budget(what: str, needed: int, budget: int | None, device: jax.Device) -> None:
-    """Checks host bytes against the user's budget, XLA's pinned limit and free memory."""
+def check_host_budget(
+    what: str, needed: int, budget: int | None, device: jax.Device, *, pinned: bool = True
+) -> None:
+    """Checks host bytes against the user's budget, XLA's limit if pinned, and free memory."""
     check_budget(what, needed, budget, "the host KV budget (host_kv_bytes)")
-    check_budget(
-        what,
-        needed,
-        pinned_limit_bytes(device),
-        f"XLA's pinned-memory limit ({PINNED_LIMIT_VARIABLE})",
-    )
+    if pinned:
+        limit = pinned_limit_bytes(device)
+        check_budget(what, needed, limit, f"XLA's pinned-memory limit ({PINNED_LIMIT_VARIABLE})")
     check_budget(what, needed, available_host_bytes(), "free host memory")
 
 

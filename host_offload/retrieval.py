@@ -147,6 +147,7 @@ class Retrieval:
     Attributes:
         store: all committed rows.
         workers: threads that scan and gather.
+        pinning_seconds: time that making the staging buffers took, once.
     """
 
     def __init__(
@@ -170,7 +171,9 @@ class Retrieval:
         shape = (store.shape.batch, store.shape.heads, 2, rows, store.shape.width)
         depth = max(_LAYERS, -(-_EACH * workers // store.shape.batch))
         depth = min(depth, store.shape.layers)
+        begun = time.perf_counter()
         self._staging = Staging(shape, store.shape.dtype, device, depth)
+        self.pinning_seconds = time.perf_counter() - begun
         self._coordinator = ThreadPoolExecutor(1, "herald-coordinator")
         self._pool = ThreadPoolExecutor(workers, "herald-worker")
         self._sender = ThreadPoolExecutor(1, "herald-sender")

@@ -1,16 +1,16 @@
-"""All committed keys and values of a batch in pinned host memory, row by row (HERALD).
+"""All committed keys and values of a batch in host memory, row by row (HERALD).
 
 Keys and values lie apart, `[B, K, S, H]` a layer, so that the keys of one (request, KV head) are
 one run for the CPU to scan. The scan reads them where they lie: for the CPU back end each request's
-keys are an array that aliases the pool. Such an alias forbids that a program donates the pool, so
-new rows do not come by a program: they are copied to the host and written here.
+keys are an array that aliases the store. The device never reads or writes here: new rows are copied
+to the host and written by the CPU, chosen ones are gathered into staging. So the store is ordinary
+memory, in huge pages, of which there may be more than can be pinned.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 
 import jax
@@ -74,38 +74,29 @@ class RowStore:
 
     Attributes:
         shape: sizes.
-        pinning_seconds: time that making it took, once.
 
     Raises:
-        ValueError: it exceeds the budget, XLA's limit on pinned memory, or the free memory; a
+        ValueError: it exceeds the budget or the free memory; a
             capacity of which rows do not begin on aligned addresses.
     """
 
     def __init__(self, shape: RowShape, device: jax.Device, *, budget: int | None = None):
         self.shape = shape
-        memory.check_host_budget("the host KV of a batch", shape.nbytes, budget, device)
+        what = "the host KV of a batch"
+        memory.check_host_budget(what, shape.nbytes, budget, device, pinned=False)
         if shape.heads * shape.capacity * shape.width % _ALIGNMENT:
             raise ValueError(
                 f"{shape.heads} x {shape.capacity} rows of {shape.width} values are not a multiple "
                 f"of {_ALIGNMENT} bytes: choose another capacity"
             )
-        started = time.perf_counter()
         size = (shape.batch, shape.heads, shape.capacity, shape.width)
-        # One array at a time: on a GPU it passes through the device.
-        self._arrays = [
-            tuple(pinned_zeros(size, shape.dtype, device) for _ in range(2))
-            for _ in range(shape.layers)
-        ]
-        views = [tuple(memory.host_view(array) for array in pair) for pair in self._arrays]
-        self._keys, self._values = ([pair[i] for pair in views] for i in range(2))
+        make = lambda *what: [memory.host_zeros(*what) for _ in range(shape.layers)]
+        self._keys, self._values = make(size, shape.dtype), make(size, shape.dtype)
         self._cpu = jax.devices("cpu")[0]
         self._small: list[tuple[np.ndarray, np.ndarray]] = []
         if shape.quantised:
-            self._small = [
-                (_aligned(size, np.int8), _aligned(size[:3], np.float32))
-                for _ in range(shape.layers)
-            ]
-        self.pinning_seconds = time.perf_counter() - started
+            small = make(size, np.dtype("int8")), make(size[:3], np.dtype("float32"))
+            self._small = list(zip(*small, strict=True))
         self._aliases: dict[tuple[int, int], jax.Array] = {}
         self._small_aliases: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
 
@@ -189,10 +180,3 @@ class RowStore:
         if alias.unsafe_buffer_pointer() != view.ctypes.data:
             raise RuntimeError("the CPU back end copied the host KV instead of reading it in place")
         return alias
-
-
-def _aligned(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(count + _ALIGNMENT, np.uint8)
-    offset = -raw.ctypes.data % _ALIGNMENT
-    return raw[offset : offset + count].view(dtype).reshape(shape)

@@ -28,7 +28,7 @@ class HeraldReport(BlockReport):
     Attributes:
         mode: of the engine.
         host_kv_bytes: of the store.
-        pinning_seconds: time that making it took, once.
+        pinning_seconds: time that making the staging buffers took, once.
         turns: rounds in which every row gave one block.
         retrieval_stall_seconds: time the device had nothing to do but wait for chosen rows.
         host_seconds: of the host's side by part, added up over threads: "query" (its way to the

@@ -63,7 +63,8 @@ class BlockRows:
             memory.check_device_budget(f"{what} device", needed, limit, engine.device)
             if config.policy.offload:
                 needed, limit = layout.store(config.quantised_keys).nbytes, config.host_kv_bytes
-                memory.check_host_budget(f"{what} host", needed, limit, engine.device)
+                host = f"{what} host"
+                memory.check_host_budget(host, needed, limit, engine.device, pinned=False)
 
         check_count(check, batch, "rows")
         self._engine, self._blocks = engine, plan.num_blocks

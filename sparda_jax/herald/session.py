@@ -50,7 +50,7 @@ class HeraldSession:
         pools: chosen rows of each layer; None where a layer attends its cache.
         requests: by row; None where it is free.
         store: committed rows in host memory; None where all KV is on the device. One that another
-            session has left can be given, since pinning takes long.
+            session has left can be given, since its pages take a while.
         report: counters, current at any time.
         chosen: rows of the last selection of each (layer, row), where the host chose.
         events: of the last turn: "GPU" from its begin until all rows had given their block;
@@ -90,7 +90,6 @@ class HeraldSession:
         elif not self.store.shape.holds(shape):
             raise ValueError(f"a store of {self.store.shape} is not one of {shape}")
         self.report.host_kv_bytes = self.store.shape.nbytes
-        self.report.pinning_seconds = self.store.pinning_seconds
         self._retrieval = Retrieval(
             self.store,
             CpuSelector(config.rule, shape.width**-0.5),
@@ -101,6 +100,7 @@ class HeraldSession:
             quantised=config.quantised_keys,
             implementation=config.selection,
         )
+        self.report.pinning_seconds = self._retrieval.pinning_seconds
 
     def __enter__(self) -> HeraldSession:
         return self
