@@ -165,7 +165,9 @@ def test_official_client_chats_whole_and_streaming(client):
     assert "".join(said) == text
     assert sum(bool(part) for part in said) > 1
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == "length"
-    assert pieces[-1].usage == whole.usage
+    again = pieces[-1].usage
+    assert (again.prompt_tokens, again.total_tokens) == (19, 19 + 12)
+    assert again.prompt_tokens_details.cached_tokens == 16  # a block of 8 at least is run again
 
 
 def test_completions_choices_stops_and_prompts(client):
