@@ -56,7 +56,7 @@ def fetch_blocks(
     if source.shape[0] == 0:
         return slots
     if not is_host_typed(pool):
-        config = config or fetch_config(_run_bytes(pool), widened=pool_scales is not None)
+        config = config or fetch_config(_run_bytes(pool))
         _check_ring(pool, config)
         return _fetch_by_ring(
             pool, slots, source, target, count, pool_scales, after,

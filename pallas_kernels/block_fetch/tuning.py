@@ -30,23 +30,21 @@ class FetchConfig:
         return self.stages * self.group * run_bytes
 
 
-def fetch_config(run_bytes: int, *, widened: bool = False) -> FetchConfig:
+def fetch_config(run_bytes: int) -> FetchConfig:
     """The default launch for runs of ``run_bytes``.
 
     Measured on an H200.  Runs of 32 or 16 KiB: 50 GB/s with 4 thread blocks of 6 buffers for
     100 MB a call, 49 for 10 MB; fewer buffers do as well alone, but not beside compute that keeps
     the memory busy (docs/decode_kernels.md, the hiding).  Runs of 4 KiB: 50 GB/s with 8 of 8.
     Copies of 256 bytes are bound by their number: 25.0 GB/s with 32 thread blocks (8, 16 and 64 in
-    development runs: 21.0, 23.7, 26.4).  Widening is work: beside a decode step 4 blocks took
-    424 us for what they copy alone in 264 (a timeline of 64 x 32K, e4m3), so it gets twice as many.
+    development runs: 21.0, 23.7, 26.4).
 
     Args:
         run_bytes: size of one contiguous run.
-        widened: from a quantised pool.
     """
     group = max(1, min(32, 16384 // run_bytes))
     fitting = max(1, SHARED_BYTES // (group * run_bytes))
     if run_bytes >= 16384:
-        return FetchConfig(ctas=8 if widened else 4, stages=min(6, fitting), group=group)
+        return FetchConfig(ctas=4, stages=min(6, fitting), group=group)
     ctas = 8 if run_bytes >= 1024 else 32
     return FetchConfig(ctas=ctas, stages=min(8, fitting), group=group)

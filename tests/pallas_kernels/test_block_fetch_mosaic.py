@@ -179,7 +179,6 @@ def test_unsupported_arguments_raise():
 
 def test_default_launch_fits_shared_memory():
     for run_bytes in (256, 4096, 8192, 16384, 32768, 65536):
-        for widened in (False, True):
-            config = fetch_config(run_bytes, widened=widened)
-            assert config.shared_bytes(run_bytes) <= 220 * 1024
-            assert config.stages >= 2
+        config = fetch_config(run_bytes)
+        assert config.shared_bytes(run_bytes) <= 220 * 1024
+        assert config.stages >= 2
