@@ -196,26 +196,18 @@ def _split(
     heads = (shape.batch, shape.heads // splits, splits, columns.shape[2])
     first = jnp.arange(splits)[:, None] == 0
     columns = jnp.where(first, jnp.broadcast_to(columns[:, :, None], heads), -jnp.inf)
+    queries = jnp.repeat(queries, splits, axis=1)
     ids = ids.reshape(shape.batch, shape.heads, selected)
     return shape, [queries, slots, ids, tail, columns.reshape(*ids.shape[:2], -1), *rest]
 
 
 def _merged(out: Array, lse: Array, splits: int) -> tuple[Array, Array]:
-    """One softmax of the parts of every head, float32.
-
-    Part by part and not along an axis: so XLA makes two kernels of it instead of three.
-    """
+    """One softmax of the parts of every head, float32."""
     parts = lse.reshape(lse.shape[0], -1, splits, lse.shape[2])
-    outs = out.reshape(*parts.shape, -1).astype(jnp.float32)
-    each = range(splits)
-    top = functools.reduce(jnp.maximum, (parts[:, :, part] for part in each))
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = [jnp.exp(parts[:, :, part] - top) for part in each]
-    total = functools.reduce(jnp.add, weights)
-    merged = functools.reduce(
-        jnp.add, (weights[part][..., None] * outs[:, :, part] for part in each)
-    )
-    return merged / jnp.where(total == 0, 1.0, total)[..., None], top + jnp.log(total)
+    total = jax.nn.logsumexp(parts, axis=2)
+    weights = jnp.exp(parts - jnp.where(jnp.isneginf(total), 0.0, total)[:, :, None])
+    out = out.reshape(*parts.shape, -1).astype(jnp.float32)
+    return jnp.sum(out * weights[..., None], axis=2), total
 
 
 def _group(q: Float[Array, "B T N H"], heads: int) -> Float[Array, "B K TG H"]:

@@ -40,8 +40,8 @@ def build(
     Returns:
         Function (q [B,K,rows,H], slots, slot_ids, tail [B,K,2,E,H], tail_columns [B,KB,E], then
         tail_rows [B,1,rows,E], slot_bias [B,K,steps*TOK] and slot_scales [B,K,2,R], of the named
-        slots, where the shape has them; of split heads, q, slots and tail are those of the whole)
-        to (out [B,K,rows,H], lse [B,K,rows]).
+        slots, where the shape has them; of split heads, slots and tail are those of the whole) to
+        (out [B,K,rows,H], lse [B,K,rows]).
     """
 
     def pool_attention_block(q, *refs):
@@ -111,8 +111,9 @@ def build(
             plgpu.set_max_registers(232, action="increase")
             first = tile * BLOCK_ROWS + wg * tiles.ROWS
             q_tile = q_tiles.at[wg]
-            queries = tiles.of_head(shape, batch, head, q).at[pl.ds(first, tiles.ROWS)]
-            plgpu.copy_gmem_to_smem(queries, q_tile, q_landed.at[wg])
+            plgpu.copy_gmem_to_smem(
+                q.at[batch, head, pl.ds(first, tiles.ROWS)], q_tile, q_landed.at[wg]
+            )
             plgpu.barrier_wait(q_landed.at[wg])
             attend: dict[str, Any] = {
                 "scale": scale,

@@ -105,16 +105,10 @@ class Operands:
     slot_scales: Any
 
 
-def of_head(shape: Shape, batch: jax.Array, head: jax.Array, ref: Any) -> Any:
-    """What one (request, KV head) has of an operand; fewer heads are shared by consecutive ones."""
-    sharing = shape.heads // ref.shape[1]
-    return ref.at[batch, head if sharing == 1 else lax.div(head, sharing)]
-
-
 def select(
     shape: Shape, batch: jax.Array, head: jax.Array, refs: Sequence[Any]
 ) -> tuple[Operands, list[Any]]:
-    """The operands of one (request, KV head).
+    """The operands of one (request, KV head); one with fewer heads is shared by consecutive ones.
 
     Masks are shared by all heads, slots and tail by the parts that a head is split in.
 
@@ -127,14 +121,18 @@ def select(
     Returns:
         The operands, and the other references.
     """
-    own = functools.partial(of_head, shape, batch, head)
+
+    def of_head(ref: Any) -> Any:
+        sharing = shape.heads // ref.shape[1]
+        return ref.at[batch, head if sharing == 1 else lax.div(head, sharing)]
+
     slots, slot_ids, tail, tail_columns, *rest = refs
     operands = Operands(
-        slots=own(slots),
-        slot_ids=own(slot_ids),
-        tail=own(tail),
-        tail_columns=own(tail_columns),
-        tail_rows=own(rest.pop(0)) if shape.row_mask else None,
+        slots=of_head(slots),
+        slot_ids=of_head(slot_ids),
+        tail=of_head(tail),
+        tail_columns=of_head(tail_columns),
+        tail_rows=of_head(rest.pop(0)) if shape.row_mask else None,
         slot_bias=rest.pop(0).at[batch, head] if shape.slot_bias else None,
         slot_scales=rest.pop(0).at[batch, head] if shape.quantised else None,
     )
