@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,25 +212,35 @@ def plot(rows: Rows, path: Path) -> None:
     needles = [p for p in _parts(rows, "needle") if p[4] == "sparda" and p[3] == "single"]
     panels += [(f"needle/{setting}", "single") for setting in dict.fromkeys(p[1] for p in needles)]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.2), squeeze=False)
+    # A policy has one colour in all panels; not every panel has all of them.
+    names = _policies([p[4] for prefix, meter in panels for p in _points(rows, prefix, meter)])
+    colors = {name: f"C{number}" for number, name in enumerate(names)}
     for axis, (prefix, meter) in zip(axes[0], panels, strict=True):
-        _panel(axis, rows, prefix, meter)
-    axes[0][0].legend(fontsize=7)
+        _panel(axis, rows, prefix, meter, colors)
+    lines = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
+    axes[0][0].legend(lines.values(), lines.keys(), fontsize=7)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
 
-def _panel(axis: Any, rows: Rows, prefix: str, meter: str) -> None:
+def _points(rows: Rows, prefix: str, meter: str) -> list[list[str]]:
+    """Names of a panel's points, by parts."""
     found = [n.split("/") for n in rows if n.startswith(prefix + "/")]
-    found = [p for p in found if p[3] == meter and len(p) == 5 and p[2] != "100%"]
+    return [p for p in found if p[3] == meter and len(p) == 5 and p[2] != "100%"]
+
+
+def _panel(axis: Any, rows: Rows, prefix: str, meter: str, colors: Mapping[str, str]) -> None:
+    found = _points(rows, prefix, meter)
     for name in _policies([p[4] for p in found]):
         labels = [p[2] for p in found if p[4] == name]
         points = [rows[f"{prefix}/{label}/{meter}/{name}"] for label in labels]
         budgets = [float(label.removesuffix("%")) for label in labels]
         values = [point["median"] for point in points]
         low, high = ([point["spread"][side] for point in points] for side in range(2))
-        axis.plot(budgets, values, marker="o", markersize=3, linewidth=1, label=name)
-        axis.fill_between(budgets, low, high, alpha=0.15)
+        style: dict[str, Any] = {"marker": "o", "markersize": 3, "linewidth": 1}
+        axis.plot(budgets, values, color=colors[name], label=name, **style)
+        axis.fill_between(budgets, low, high, color=colors[name], alpha=0.15, linewidth=0)
     dense = rows.get(f"{prefix}/100%/{meter}/dense")
     if dense is not None:
         axis.axhline(dense["median"], color="black", linewidth=0.8, linestyle=":", label="dense")
