@@ -31,6 +31,8 @@ Parts = tuple[float, float, float]
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared")
+# Values that compiled code takes together.
+_WIDTH = 32
 _logger = logging.getLogger("host_offload")
 
 
@@ -88,12 +90,14 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(_compiled()))
 
 
-def reason_against(rule: SelectionRule, dtype: jnp.dtype) -> str | None:
+def reason_against(rule: SelectionRule, dtype: jnp.dtype, width: int) -> str | None:
     """Why rows cannot be chosen here; None: they can."""
     if rule.coverage is not None:
         return "a coverage needs all heads' scores at once"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"keys are {jnp.dtype(dtype)}, not bfloat16"
+    if width % _WIDTH:
+        return f"rows of {width} values are no multiple of {_WIDTH}"
     try:
         _library()
     except (NotImplementedError, OSError) as error:
@@ -106,7 +110,9 @@ def _told(choice: str) -> None:
     _logger.info("rows are chosen and gathered by %s", choice)
 
 
-def chosen(implementation: Implementation, rule: SelectionRule, dtype: jnp.dtype) -> bool:
+def chosen(
+    implementation: Implementation, rule: SelectionRule, dtype: jnp.dtype, width: int
+) -> bool:
     """Whether to choose rows here; "auto" does where it can and says so once.
 
     Raises:
@@ -119,7 +125,7 @@ def chosen(implementation: Implementation, rule: SelectionRule, dtype: jnp.dtype
         )
     if implementation == "portable":
         return False
-    reason = reason_against(rule, dtype)
+    reason = reason_against(rule, dtype, width)
     if reason is None:
         _told("compiled code")
         return True

@@ -165,7 +165,7 @@ class Retrieval:
         self.store, self.workers, self._quantised = store, workers, quantised
         self._selector, self._device = selector, device
         self._native: NativeRows | None = None
-        if chosen(implementation, selector.rule, store.shape.dtype):
+        if chosen(implementation, selector.rule, store.shape.dtype, store.shape.width):
             self._native = NativeRows(store, selector.rule, selector.scale, quantised)
         self._granule = granule
         shape = (store.shape.batch, store.shape.heads, 2, rows, store.shape.width)

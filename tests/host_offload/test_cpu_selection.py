@@ -150,11 +150,12 @@ def test_rules_are_checked():
             SelectionRule(**fields)
 
 
-@pytest.mark.parametrize("run", [1, 4])
-@pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("aggregate", ["softmax", "raw"])
+@pytest.mark.parametrize(
+    ("aggregate", "quantised", "run"),
+    [("softmax", False, 1), ("softmax", True, 4), ("raw", True, 1)],
+)
 def test_compiled_code_chooses_and_gathers_the_same_rows(aggregate, quantised, run):
-    rng, count, first, end = np.random.default_rng(run), 48, 16, 176
+    rng, count, first, end = np.random.default_rng(run), 48, 16, 180
     shape = RowShape(1, 2, 2, 192, 64, np.dtype(ml_dtypes.bfloat16), quantised)
     store = RowStore(shape, jax.devices()[0])
     draw = lambda *size: rng.integers(-4, 5, size).astype(ml_dtypes.bfloat16)
