@@ -113,24 +113,21 @@ def _told(choice: str) -> None:
 def chosen(
     implementation: Implementation, rule: SelectionRule, dtype: jnp.dtype, width: int
 ) -> bool:
-    """Whether to choose rows here; "auto" does where it can and says so once.
+    """Whether to choose rows here: "auto" does where it can, and says once what it chose.
 
     Raises:
         ValueError: an unknown implementation.
-        NotImplementedError: "native" was asked for and cannot be served.
     """
     if implementation not in get_args(Implementation):
         raise ValueError(
             f"implementation must be one of {get_args(Implementation)}, got {implementation!r}"
         )
-    if implementation == "portable":
-        return False
+    if implementation != "auto":
+        return implementation == "native"
     reason = reason_against(rule, dtype, width)
     if reason is None:
         _told("compiled code")
         return True
-    if implementation == "native":
-        raise NotImplementedError(f"rows cannot be chosen by compiled code: {reason}")
     _told(f"numpy and XLA ({reason})")
     return False
 
@@ -144,12 +141,20 @@ class NativeRows:
         rule: without a coverage.
         scale: factor on the dot products.
         quantised: scan the store's int8 keys.
+
+    Raises:
+        NotImplementedError: rows that compiled code does not choose.
     """
 
     store: RowStore
     rule: SelectionRule
     scale: float
     quantised: bool
+
+    def __post_init__(self) -> None:
+        reason = reason_against(self.rule, self.store.shape.dtype, self.store.shape.width)
+        if reason is not None:
+            raise NotImplementedError(f"rows cannot be chosen by compiled code: {reason}")
 
     def fetch(
         self,

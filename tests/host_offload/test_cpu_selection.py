@@ -181,5 +181,7 @@ def test_compiled_code_chooses_and_gathers_the_same_rows(aggregate, quantised, r
         for of in range(2):
             np.testing.assert_array_equal(out[head, of, :count], kv[head, of, ids[head]])
     assert not out[:, :, count:].any()
+    with pytest.raises(NotImplementedError, match="coverage"):
+        NativeRows(store, SelectionRule(coverage=0.5), 1 / 32, quantised)
     with pytest.raises(FloatingPointError, match="not finite"):
         native.choose((0, 1), queries, (first, end + 1, count))
