@@ -183,10 +183,11 @@ def _scan(
     """Scores of all rows; the compiled code chooses, too."""
     selector = CpuSelector(SelectionRule(), host.shape.width**-0.5)
     queries = np.asarray(host.draw_queries())
-    span, native = host.spans(1)[0], host.native(1, quantised=quantised)
+    span = host.spans(1)[0]
+    native = host.native(1, quantised=quantised) if implementation == "native" else None
 
     def scan(layer: int, row: int) -> None:
-        if implementation == "native":
+        if native is not None:
             native.choose((layer, row), queries[row], (span.first, span.end, span.count))
         elif quantised:
             small = host.store.quantised_keys(layer, row)
@@ -209,7 +210,7 @@ def _gather(
     ]
     ids = (np.stack(starts)[..., None] * run + np.arange(run)).reshape(shape.heads, -1)
     ids = np.ascontiguousarray(ids, np.int32)
-    native = host.native(run, quantised=False)
+    native = host.native(run, quantised=False) if implementation == "native" else None
     size = (shape.heads, 2, -(-count // _GRANULE) * _GRANULE, shape.width)
     places = threading.local()
 
@@ -217,7 +218,7 @@ def _gather(
         if not hasattr(places, "out"):
             places.array = pinned_zeros(size, shape.dtype, host.device)  # the view does not keep it
             places.out = memory.host_view(places.array)
-        if implementation == "native":
+        if native is not None:
             native.gather((layer, row), ids, places.out, _GRANULE)
         else:
             host.store.gather(layer, row, ids, places.out, _GRANULE, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -150,6 +151,7 @@ def test_rules_are_checked():
             SelectionRule(**fields)
 
 
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("aggregate", "quantised", "run"),
     [("softmax", False, 1), ("softmax", True, 4), ("raw", True, 1)],
