@@ -3,8 +3,6 @@
 Most of the time goes to compiling; XLA_FLAGS=--xla_gpu_autotune_level=0 makes it a third.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +15,7 @@ from sparda_jax.forecast.projection import Forecast
 from sparda_jax.models.decoder import Decoder
 from sparda_jax.sparse.infinigen import calibrate
 from tests.delays import Delays
+from tests.faults import poison_row
 from tests.gpu.models import small_model
 
 pytestmark = pytest.mark.gpu
@@ -122,15 +121,7 @@ def test_faults_leave_the_others_alone(run, offloaded):
         offloaded.prepare(PROMPTS * 100, GREEDY)
     generation = offloaded.prepare(PROMPTS, GREEDY)
     generation.prefill()
-    bad = np.arange(len(PROMPTS)) == 1
-
-    def poison(leaf):
-        if leaf.dtype != np.float32:
-            return leaf
-        return jnp.where(bad.reshape(-1, *[1] * (leaf.ndim - 1)), jnp.nan, leaf)
-
-    state = generation.batch.state
-    generation.batch.state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
+    poison_row(offloaded, generation, 1)
     list(generation)
     results = generation.results()
     assert [result.finish_reason for result in results] == ["length", "failed", "length"]

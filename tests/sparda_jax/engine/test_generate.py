@@ -17,6 +17,7 @@ from sparda_jax.forecast.forward import sparda_logits
 from sparda_jax.models.rope import rope_at
 from sparda_jax.sparse.infinigen import partial_keys, select_infinigen, speculate
 from sparda_jax.sparse.infllm_v2 import select_prefill, to_blocks
+from tests.faults import poison_row
 
 NEW_TOKENS = 40
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
@@ -298,16 +299,7 @@ def test_nan_logits_fail_only_their_request(make_engine, prompts):
     plain, _ = tokens_of(engine, prompts)
     generation = engine.prepare(prompts, GREEDY)
     generation.prefill()
-    bad = np.arange(len(prompts)) == 1
-
-    def poison(leaf):
-        if leaf.dtype != np.float32:
-            return leaf
-        rows = bad.reshape(-1, *[1] * (leaf.ndim - 1))
-        return engine.put(np.where(rows, np.nan, jax.device_get(leaf)).astype(np.float32))
-
-    state = generation.batch.state
-    generation.batch.state = dataclasses.replace(state, layers=jax.tree.map(poison, state.layers))
+    poison_row(engine, generation, 1)
     list(generation)
     results = generation.results()
     assert [result.finish_reason for result in results] == ["length", "failed", "length"]
