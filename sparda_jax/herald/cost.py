@@ -42,17 +42,20 @@ class Machine:
     copy_rate: float
 
 
-# Measured on an H200 host with two GPUs, one used, and 32 cores (2026-11-29, jax 0.11.2): host read
-# 111 GB/s, of which four queries scan 83 in bfloat16 and 79 in int8; numpy gathers rows of 256 B at
-# 10 GB/s; DMA 52 GB/s. Device memory and products: what large copies and attention kernels reach.
+# Measured on the host of two H200s, one used (2026-11-30, jax 0.11.2). Scan (int8 keys: the choice
+# and the second look included) and gather: compiled code, 16 threads on 18 of its 32 cores, before
+# its inner loops took half the time (results/h200/herald.json). DMA 52 GB/s. Device memory and
+# products: with these, dense forwards of SDAR-8B at 1K to 32K tokens come within 6 % of what was
+# measured at batch 12 and 24; at batch 1 these took a fifth to a third longer (that file and
+# block_diffusion.json).
 H200 = Machine(
     device_bytes=139 * 2**30,
     host_bytes=220 * 2**30,
-    device_rate=4.0e12,
-    operations=600e12,
-    scan_rate=83e9,
-    quantised_rate=79e9,
-    gather_rate=10e9,
+    device_rate=3.2e12,
+    operations=500e12,
+    scan_rate=38e9,
+    quantised_rate=22e9,
+    gather_rate=36e9,
     copy_rate=52e9,
 )
 
