@@ -106,8 +106,9 @@ def add_model_options(parser: argparse.ArgumentParser, cache_dir: str | None = N
 
     Args:
         parser: takes them.
-        cache_dir: default of `--cache-dir`.
+        cache_dir: default of `--cache-dir`; None: the user's cache.
     """
+    kept = cache_dir or "the user's cache"
     add = parser.add_argument_group("model").add_argument
     add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
     add(
@@ -119,7 +120,7 @@ def add_model_options(parser: argparse.ArgumentParser, cache_dir: str | None = N
         "--cache-dir",
         type=Path,
         default=cache_dir,
-        help="where the default model is kept (SPARDA_JAX_CACHE; default: the user's cache)",
+        help=f"where the default model is kept (default: {kept})",
     )
 
 
