@@ -108,7 +108,8 @@ def add_model_options(parser: argparse.ArgumentParser, cache_dir: str | None = N
         parser: takes them.
         cache_dir: default of `--cache-dir`; None: the user's cache.
     """
-    kept = cache_dir or "the user's cache"
+    # The formatter names any other default.
+    kept = "" if cache_dir else " (default: the user's cache)"
     add = parser.add_argument_group("model").add_argument
     add("--model", default="default", help="'default', a directory, a GGUF file or a hub id")
     add(
@@ -120,7 +121,7 @@ def add_model_options(parser: argparse.ArgumentParser, cache_dir: str | None = N
         "--cache-dir",
         type=Path,
         default=cache_dir,
-        help=f"where the default model is kept (default: {kept})",
+        help="where the default model is kept" + kept,
     )
 
 
