@@ -3,7 +3,7 @@
 The two kinds this package uses exist on every supported back end: ``device`` (GPU memory; on the
 CPU back end ordinary memory) and ``pinned_host`` (page-locked host memory that the device reads
 over PCIe; on the CPU back end ordinary memory too, so that offloaded code runs and is tested
-there). This is the one place, scripts aside, that reads the environment.
+there). Scripts aside, this and `cache_folder` alone read the environment.
 """
 
 import contextlib

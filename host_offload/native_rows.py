@@ -23,6 +23,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
+from host_offload.cache_folder import cache_folder
 from host_offload.cpu_selection import SelectionRule
 from host_offload.row_store import RowStore
 
@@ -71,7 +72,7 @@ def _compiled() -> Path:
         told = [*command, "-dM", "-E", "-x", "c++", os.devnull]
         machine = subprocess.run(told, check=True, capture_output=True).stdout
         name = hashlib.sha256(machine + _SOURCE.read_bytes() + repr(command).encode()).hexdigest()
-        folder = Path.home() / ".cache" / "sparda_jax"
+        folder = cache_folder()
         library = folder / f"native_rows_{name[:16]}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)

