@@ -90,7 +90,7 @@ class RowStore:
                 f"of {_ALIGNMENT} bytes: choose another capacity"
             )
         size = (shape.batch, shape.heads, shape.capacity, shape.width)
-        make = lambda *what: [memory.host_zeros(*what) for _ in range(shape.layers)]
+        make = lambda *array: [memory.host_zeros(*array) for _ in range(shape.layers)]
         self._keys, self._values = make(size, shape.dtype), make(size, shape.dtype)
         self._cpu = jax.devices("cpu")[0]
         self._small: list[tuple[np.ndarray, np.ndarray]] = []

@@ -257,28 +257,33 @@ def run_prompt(engine: Engine, prompt: Prompt) -> Generator[Array, None, Prefill
 class _PieceRun(Chunks):
     """Chunks of which the first of a layer has copies beside it.
 
-    Attributes:
+    Args:
+      engine: see `Chunks`.
+      first: likewise.
       paged: where from and to; None: nothing is copied.
+
+    Attributes:
       blocks: read last.
     """
 
-    paged: Paged | None = None
-    blocks: Array | None = None
-    _due = False
+    def __init__(self, engine: Engine, first: Callable[..., jax.Array], paged: Paged | None):
+        super().__init__(engine, first)
+        self._paged, self._due = paged, False
+        self.blocks: Array | None = None
 
     def enter(
         self, index: int, x: jax.Array, kv: jax.Array, compressed: jax.Array, lengths: jax.Array
     ) -> None:
         """See `Chunks`."""
         super().enter(index, x, kv, compressed, lengths)
-        self._due = self.paged is not None
+        self._due = self._paged is not None
 
     def _run(
         self, function: Callable[..., Any], donate: tuple[int, ...], size: int, args: tuple
     ) -> Any:
-        if self.paged is None or not self._due:
+        if self._paged is None or not self._due:
             return super()._run(function, donate, size, args)
-        engine, paged, index = self._engine, self.paged, self._index
+        engine, paged, index = self._engine, self._paged, self._index
         pool, self._due = paged.pool.layers[index], False
         update = None if pool is None else (self._held[0], *paged.new)
         source = paged.source(index + 1) if index + 1 < len(engine.layers) else None
@@ -309,8 +314,7 @@ class _LayerRun:
     ):
         self._engine, self._prompt, self._lengths = engine, prompt, lengths
         self._pieces = pieces  # as the prompt's, on the device
-        self._chunks = _PieceRun(engine, self._first_forecast)
-        self._chunks.paged = prompt.paged
+        self._chunks = _PieceRun(engine, self._first_forecast, prompt.paged)
 
     def _first_forecast(
         self, arrays: Any, rope: RopeTable, x: jax.Array, kernel: jax.Array
